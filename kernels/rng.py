@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-"""Consecutive global ids that share one score. Part of the contract: a change changes every token."""
+"""Consecutive global ids that share one score. Part of the contract: changing it changes tokens."""
 
 UNIFORM_SCALE = 2.0**-32
 UNIFORM_MAX = 1.0 - 2.0**-24
