@@ -1,0 +1,104 @@
+"""The epilogue program as a Triton function: how operands are loaded, and the source it becomes.
+
+An operand is loaded once per tile in its own shape (one value, one per row, one per token, or a
+full tile) and values keep the smallest shape they can, so that work on temperatures is done per row
+and not per logit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import triton
+import triton.language as tl
+
+from . import math_triton
+from .epilogue import Arg, Kind, Program, Ref
+from .epilogue_ops import OPS, Term, constant, to_f32
+
+_AXES = {"scalar": "", "row": "row", "token": "token", "full": "row token"}
+
+_LOADS = {
+    "scalar": "tl.load(operands[{n}])",
+    "row": (
+        "tl.load(operands[{n}] + rows.to(tl.int64) * strides[{n}][0],"
+        " mask=row_mask, other=0)[:, None]"
+    ),
+    "token": (
+        "tl.load(operands[{n}] + cols.to(tl.int64) * strides[{n}][1],"
+        " mask=col_mask, other=0)[None, :]"
+    ),
+    "full": (
+        "tl.load(operands[{n}] + (rows.to(tl.int64) * strides[{n}][0])[:, None]"
+        " + (cols.to(tl.int64) * strides[{n}][1])[None, :],"
+        " mask=row_mask[:, None] & col_mask[None, :], other=0)"
+    ),
+}
+
+
+@lru_cache(maxsize=1024)
+def emit(program: Program, kinds: tuple[Kind, ...]) -> triton.JITFunction:
+    """See `epilogue.emit`."""
+    program.check_operands([kind.dtype for kind in kinds])
+    source = _source(program, kinds)
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    # Triton, its interpreter and tracebacks all read the source back through linecache.
+    filename = f"<epilogue {digest}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    helpers = ("exp", "log1p", "maximum", "minimum", "pow", "reciprocal", "sigmoid", "tanh")
+    namespace = {name: getattr(math_triton, name) for name in helpers} | {
+        "tl": tl,
+        "__name__": __name__,
+    }
+    exec(compile(source, filename, "exec"), namespace)
+    return triton.jit(namespace["epilogue"])
+
+
+def _source(program: Program, kinds: Sequence[Kind]) -> str:
+    lines = ["def epilogue(acc, rows, cols, row_mask, col_mask, operands, strides):"]
+    if program.instructions:
+        lines.append(f'    """{program}"""')
+    terms = {"acc": Term("acc", frozenset({"row", "token"}))}
+    for n, (use, kind) in enumerate(zip(program.operand_types, kinds, strict=False)):
+        if use is not None:
+            terms[f"a{n}"] = Term(f"a{n}", frozenset(_AXES[kind.shape].split()))
+            load = _LOADS[kind.shape].format(n=n)
+            lines.append(
+                f"    a{n} = {load} != 0" if use == "b" else f"    a{n} = {load}.to(tl.float32)"
+            )
+    result = terms["acc"]
+    for n, (op, args) in enumerate((one.op, one.args) for one in program.instructions):
+        inputs = [terms[str(arg)] if isinstance(arg, Ref) else _literal(arg) for arg in args]
+        if all(term.literal is not None for term in inputs):
+            result = _literal(OPS[op].torch(*(constant(term.literal) for term in inputs)).item())
+        else:
+            spelling = OPS[op].triton
+            text = (
+                spelling(*inputs)
+                if callable(spelling)
+                else spelling.format(*(term.text for term in inputs))
+            )
+            lines.append(f"    x{n} = {text}")
+            result = Term(f"x{n}", frozenset().union(*(term.axes for term in inputs)))
+        terms[f"x{n}"] = result
+    widen = "" if len(result.axes) == 2 else "tl.full(acc.shape, 0.0, tl.float32) + "
+    lines.append(f"    return {widen}{result.text}")
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Arg) -> Term:
+    """A constant, spelled so that Triton keeps f32: outside its normal range it would take f64."""
+    if isinstance(value, str):
+        return Term(f"tl.{ {'bf16': 'bfloat16', 'f16': 'float16'}[value] }", frozenset(), value)
+    if isinstance(value, bool):
+        return Term(f"tl.full((1, 1), {int(value)}, tl.int1)", frozenset(), value)
+    value = to_f32(value)
+    if math.isnan(value) or math.isinf(value):
+        return Term(f'float("{value}")', frozenset(), value)
+    if value and abs(value) < 2.0**-126:
+        return Term(f"tl.full((1, 1), {value!r}, tl.float32)", frozenset(), value)
+    return Term(repr(float(value)), frozenset(), value)

@@ -1,0 +1,107 @@
+"""The elementary functions of the epilogue in Triton, accurate to a few ulp of f32, NaN in NaN out.
+
+Triton's own spellings are not all usable: `tl.exp` loses a bit for every doubling of |x|, `/` is an
+approximation that is zero for divisors above 2**126, `tl.minimum` drops NaN, and tanh, log1p and
+pow exist only in libdevice, which the interpreter does not have. Where a formula serves both, it
+stands here once; where it does not, the interpreter gets one of its own, chosen when the function
+is defined, as `triton.jit` itself chooses.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+INTERPRET = triton.knobs.runtime.interpret
+"""Whether `triton.jit` made interpreted functions of the ones below."""
+
+TANH_END = tl.constexpr(9.02)
+"""From here on the tanh of an f32 rounds to one."""
+
+
+@triton.jit
+def maximum(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def tanh(x):
+    # x P(x^2) / Q(x^2), a minimax fit of relative error 2^-25.5. One special-function op, the
+    # reciprocal, where the textbook 1 - 2 / (exp(2 x) + 1) takes two and loses small x: those units
+    # are the kernel's bottleneck.
+    x = maximum(minimum(x, TANH_END), -TANH_END)
+    z = x * x
+    p = 2.1643002057203375e-08 * z + 3.3447795431129634e-05
+    p = p * z + 0.005677783861756325
+    p = p * z + 0.21742023527622223
+    p = p * z + 1.625
+    q = 1.2613078297363245e-06 * z + 0.0005334989400580525
+    q = q * z + 0.04204041138291359
+    q = q * z + 0.7590866088867188
+    q = q * z + 1.625
+    return _quotient(x * p, q)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + exp(-x))
+
+
+@triton.jit
+def log1p(x):
+    # log(w) belongs to w = 1 + x rounded; x / (w - 1) is the correction to first order.
+    w = 1.0 + x
+    ratio = tl.where((w == 1.0) | (tl.abs(x) > 16777216.0), 1.0, x / (w - 1.0))
+    return tl.where(w == 1.0, x, tl.log(w) * ratio)
+
+
+@triton.jit
+def reciprocal(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+if INTERPRET:
+
+    @triton.jit
+    def exp(x):
+        return tl.exp(x)
+
+    @triton.jit
+    def pow(x, y):
+        # In f64, where exp(y log x) keeps more digits than f32 has; the rest are IEEE 754's special
+        # cases.
+        x = x.to(tl.float64)
+        y = y.to(tl.float64)
+        size = tl.abs(x)
+        power = tl.exp2(tl.where(size == 1.0, 0.0, y * tl.log2(size)))
+        whole = tl.floor(y) == y
+        odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
+        power = tl.where((x < 0.0) & odd, -power, power)
+        power = tl.where((x < 0.0) & (size != float("inf")) & (whole == 0), float("nan"), power)
+        power = tl.where((y == 0.0) | (x == 1.0), 1.0, power)
+        return power.to(tl.float32)
+
+    @triton.jit
+    def _quotient(x, y):
+        return x / y
+
+else:
+
+    @triton.jit
+    def exp(x):
+        return libdevice.exp(x)
+
+    @triton.jit
+    def pow(x, y):
+        x, y = tl.broadcast(x, y)
+        return libdevice.pow(x, y)
+
+    @triton.jit
+    def _quotient(x, y):
+        return libdevice.fast_dividef(x, y)
