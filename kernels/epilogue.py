@@ -99,15 +99,13 @@ class Program:
     def operand_types(self) -> tuple[str | None, ...]:
         """'f' or 'b' for each operand, None for one that no instruction uses."""
         uses: dict[int, str] = {}
-        for n, (op, args) in enumerate((one.op, one.args) for one in self.instructions):
-            for position, (arg, kind) in enumerate(zip(args, OPS[op].arguments, strict=True)):
-                if (
-                    isinstance(arg, Ref)
-                    and arg.kind == "a"
-                    and uses.setdefault(arg.n, kind) != kind
-                ):
+        for n, one in enumerate(self.instructions):
+            for arg, kind in zip(one.args, OPS[one.op].arguments, strict=True):
+                if not isinstance(arg, Ref) or arg.kind != "a":
+                    continue
+                if uses.setdefault(arg.n, kind) != kind:
                     raise ProgramError(
-                        f"{self._where(n)}: argument {position + 1} makes {arg} {TYPE_NAMES[kind]}, "
+                        f"{self._where(n)}: here {arg} is {TYPE_NAMES[kind]}, "
                         f"but an earlier use made it {TYPE_NAMES[uses[arg.n]]}"
                     )
         return tuple(uses.get(n) for n in range(max(uses, default=-1) + 1))
@@ -178,7 +176,7 @@ class Program:
 
         acc: f32 [B, C]. operands: tensors that broadcast to [B, C], one for each operand number.
         known: values for the first results, where the caller has them already (None: never used).
-        Raises ProgramError where an operand is missing, or bool and used as a float, or the reverse.
+        Raises ProgramError where an operand is missing, or bool where a float is meant, or reverse.
         """
         self.check_operands(operands)
         values = {f"a{n}": tensor for n, tensor in enumerate(operands)}

@@ -45,6 +45,12 @@ class Op:
     def result(self) -> str:
         return self.signature.partition("->")[2]
 
+    def spell(self, *terms: Term) -> str:
+        """The op on these arguments, in Triton."""
+        if callable(self.triton):
+            return self.triton(*terms)
+        return self.triton.format(*(term.text for term in terms))
+
 
 def _div(x: Term, y: Term) -> str:
     """One multiplication where the divisor is constant along an axis that the dividend varies on.
@@ -74,7 +80,11 @@ def _pow(x: Term, y: Term) -> str:
     }
     if y.literal in easy:
         return easy[y.literal].format(x=x.text)
-    return f"pow({x.text}, {y.text})"
+    base, exponent = (
+        one.text if one.literal is None else f"tl.full((1, 1), {one.text}, tl.float32)"
+        for one in (x, y)
+    )
+    return f"pow({base}, {exponent})"
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,7 +122,7 @@ OPS: dict[str, Op] = {
     "logical_not": Op("b->b", torch.logical_not, "{} == 0"),
     "where": Op("bff->f", torch.where, "tl.where({}, {}, {})"),
     "isnan": Op("f->b", torch.isnan, "{0} != {0}"),
-    "round": Op("fd->f", _round, "{}.to({}).to(tl.float32)"),
+    "round": Op("fd->f", _round, "round_{1}({0})"),
 }
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "f16": torch.float16}

@@ -24,19 +24,21 @@ _AXES = {"scalar": "", "row": "row", "token": "token", "full": "row token"}
 
 _LOADS = {
     "scalar": "tl.load(operands[{n}])",
-    "row": (
-        "tl.load(operands[{n}] + rows.to(tl.int64) * strides[{n}][0],"
-        " mask=row_mask, other=0)[:, None]"
-    ),
-    "token": (
-        "tl.load(operands[{n}] + cols.to(tl.int64) * strides[{n}][1],"
-        " mask=col_mask, other=0)[None, :]"
-    ),
+    "row": "tl.load(operands[{n}] + rows.to(tl.int64) * strides[{n}][0], mask=row_mask, other=0)",
+    "token": "tl.load(operands[{n}] + cols.to(tl.int64) * strides[{n}][1], mask=col_mask, other=0)",
     "full": (
         "tl.load(operands[{n}] + (rows.to(tl.int64) * strides[{n}][0])[:, None]"
         " + (cols.to(tl.int64) * strides[{n}][1])[None, :],"
         " mask=row_mask[:, None] & col_mask[None, :], other=0)"
     ),
+}
+_CONVERT = {"f": "{}.to(tl.float32)", "b": "({} != 0)"}
+# Every value has two axes: the interpreter makes a float of a boolean scalar that meets a block.
+_WIDEN = {
+    "scalar": "tl.full((1, 1), {}, {})",
+    "row": "{}[:, None]",
+    "token": "{}[None, :]",
+    "full": "{}",
 }
 
 
@@ -49,11 +51,8 @@ def emit(program: Program, kinds: tuple[Kind, ...]) -> triton.JITFunction:
     # Triton, its interpreter and tracebacks all read the source back through linecache.
     filename = f"<epilogue {digest}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    helpers = ("exp", "log1p", "maximum", "minimum", "pow", "reciprocal", "sigmoid", "tanh")
-    namespace = {name: getattr(math_triton, name) for name in helpers} | {
-        "tl": tl,
-        "__name__": __name__,
-    }
+    namespace = {name: getattr(math_triton, name) for name in math_triton.__all__}
+    namespace |= {"tl": tl, "__name__": __name__}
     exec(compile(source, filename, "exec"), namespace)
     return triton.jit(namespace["epilogue"])
 
@@ -66,23 +65,16 @@ def _source(program: Program, kinds: Sequence[Kind]) -> str:
     for n, (use, kind) in enumerate(zip(program.operand_types, kinds, strict=False)):
         if use is not None:
             terms[f"a{n}"] = Term(f"a{n}", frozenset(_AXES[kind.shape].split()))
-            load = _LOADS[kind.shape].format(n=n)
-            lines.append(
-                f"    a{n} = {load} != 0" if use == "b" else f"    a{n} = {load}.to(tl.float32)"
-            )
+            load = _CONVERT[use].format(_LOADS[kind.shape].format(n=n))
+            dtype = "tl.int1" if use == "b" else "tl.float32"
+            lines.append(f"    a{n} = {_WIDEN[kind.shape].format(load, dtype)}")
     result = terms["acc"]
     for n, (op, args) in enumerate((one.op, one.args) for one in program.instructions):
         inputs = [terms[str(arg)] if isinstance(arg, Ref) else _literal(arg) for arg in args]
         if all(term.literal is not None for term in inputs):
             result = _literal(OPS[op].torch(*(constant(term.literal) for term in inputs)).item())
         else:
-            spelling = OPS[op].triton
-            text = (
-                spelling(*inputs)
-                if callable(spelling)
-                else spelling.format(*(term.text for term in inputs))
-            )
-            lines.append(f"    x{n} = {text}")
+            lines.append(f"    x{n} = {OPS[op].spell(*inputs)}")
             result = Term(f"x{n}", frozenset().union(*(term.axes for term in inputs)))
         terms[f"x{n}"] = result
     widen = "" if len(result.axes) == 2 else "tl.full(acc.shape, 0.0, tl.float32) + "
@@ -93,7 +85,7 @@ def _source(program: Program, kinds: Sequence[Kind]) -> str:
 def _literal(value: Arg) -> Term:
     """A constant, spelled so that Triton keeps f32: outside its normal range it would take f64."""
     if isinstance(value, str):
-        return Term(f"tl.{ {'bf16': 'bfloat16', 'f16': 'float16'}[value] }", frozenset(), value)
+        return Term(value, frozenset(), value)
     if isinstance(value, bool):
         return Term(f"tl.full((1, 1), {int(value)}, tl.int1)", frozenset(), value)
     value = to_f32(value)

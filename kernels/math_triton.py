@@ -13,6 +13,19 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+__all__ = [
+    "exp",
+    "log1p",
+    "maximum",
+    "minimum",
+    "pow",
+    "reciprocal",
+    "round_bf16",
+    "round_f16",
+    "sigmoid",
+    "tanh",
+]
+
 INTERPRET = triton.knobs.runtime.interpret
 """Whether `triton.jit` made interpreted functions of the ones below."""
 
@@ -63,7 +76,12 @@ def log1p(x):
 
 @triton.jit
 def reciprocal(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return tl.div_rn(1.0, x)
+
+
+@triton.jit
+def round_f16(x):
+    return x.to(tl.float16).to(tl.float32)
 
 
 if INTERPRET:
@@ -74,18 +92,26 @@ if INTERPRET:
 
     @triton.jit
     def pow(x, y):
-        # In f64, where exp(y log x) keeps more digits than f32 has; the rest are IEEE 754's special
-        # cases.
+        # In f64, where exp(y log x) keeps more digits than f32 has. The rest is IEEE 754's
+        # special cases.
         x = x.to(tl.float64)
         y = y.to(tl.float64)
+        negative = (x < 0.0) | (1.0 / x == -float("inf"))
         size = tl.abs(x)
         power = tl.exp2(tl.where(size == 1.0, 0.0, y * tl.log2(size)))
         whole = tl.floor(y) == y
         odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
-        power = tl.where((x < 0.0) & odd, -power, power)
+        power = tl.where(negative & odd, -power, power)
         power = tl.where((x < 0.0) & (size != float("inf")) & (whole == 0), float("nan"), power)
         power = tl.where((y == 0.0) | (x == 1.0), 1.0, power)
         return power.to(tl.float32)
+
+    @triton.jit
+    def round_bf16(x):
+        # The interpreter's own cast truncates.
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)
 
     @triton.jit
     def _quotient(x, y):
@@ -99,8 +125,11 @@ else:
 
     @triton.jit
     def pow(x, y):
-        x, y = tl.broadcast(x, y)
         return libdevice.pow(x, y)
+
+    @triton.jit
+    def round_bf16(x):
+        return x.to(tl.bfloat16).to(tl.float32)
 
     @triton.jit
     def _quotient(x, y):
