@@ -1,0 +1,66 @@
+"""The `torch.compile` entry: parse our options, put the pass in place, hand over to Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+
+from . import ops  # noqa: F401 - compiled code, cached code too, calls the registered ops
+from .graph_pass import FlashSamplingPass, PassSequence
+from .options import Options
+from .report import Report
+
+
+def flashsampling(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable:
+    """Inductor with the sampling pass: what ``torch.compile(fn, backend="flashsampling")`` calls for each graph.
+
+    ``mode`` and ``options`` mean what they mean for Inductor; options with the prefix ``flashsampling.`` are ours
+    (see `Options`).
+
+    Raises:
+        ValueError, TypeError: an unknown option of ours, or a bad value.
+        NotFusedError: under ``flashsampling.strict``, a sink was not fused.
+    """
+    return compile_graph(gm, example_inputs, mode, options, None)
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    report: Report | None,
+) -> Callable:
+    """The backend, with an optional report that collects the records of several graphs."""
+    ours, rest = Options.split(options)
+    inductor = torch._TorchCompileInductorWrapper(mode, rest, None)
+    if ours.enabled:
+        _reserve_scratch(example_inputs)
+        user = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+        inductor.config["joint_custom_pre_pass"] = _with_users_pass(FlashSamplingPass(ours, report), user)
+    return inductor(gm, example_inputs)
+
+
+def _with_users_pass(ours: FlashSamplingPass, user: Any) -> FlashSamplingPass | PassSequence:
+    if not user:
+        return ours
+    return PassSequence([*(user if isinstance(user, (list, tuple)) else [user]), ours])
+
+
+def _reserve_scratch(example_inputs: Sequence[Any]) -> None:
+    """Takes the kernel's scratch words now: under graph capture it would be too late."""
+    devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
+    if devices:
+        from .kernels import scratch
+
+        for device in devices:
+            scratch.reserve(device)

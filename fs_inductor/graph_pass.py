@@ -1,0 +1,238 @@
+"""The graph pass: for each sink, recognise, check, rewrite, report."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match, PatternMatcherPass, register_graph_pattern
+from torch.fx import Graph, Node
+
+from . import traffic
+from .options import Options
+from .recognise.miss import Miss
+from .recognise.shapes import shape
+from .recognise.tails import SINK_TARGETS, Site, recognise
+from .report import Fused, Missed, NotFusedError, Report, location_of
+from .rewrite import erase, rewrite
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+
+class FlashSamplingPass(CustomGraphPass):
+    """Inductor's `joint_custom_pre_pass`. Records accumulate in ``report``: the pass runs once per (sub)graph."""
+
+    def __init__(self, options: Options, report: Report | None = None):
+        self.options = options
+        self.report = Report() if report is None else report
+
+    def __call__(self, graph: Graph) -> None:
+        sites: list[Site] = []
+        missed: list[tuple[Node, Miss]] = []
+        for sink in find_sinks(graph):
+            try:
+                site = recognise(sink)
+                if site is not None:
+                    check(site, self.options)
+                    sites.append(site)
+            except Miss as miss:
+                missed.append((sink, miss))
+            except Exception as error:  # noqa: BLE001 - whatever a strange graph does to us, it must still compile
+                log.exception("recognising %s failed", sink)
+                missed.append((sink, _internal(error)))
+        sites, escaped = check_together(sites)
+        missed += escaped
+        fused: list[Fused] = []
+        rewritten: list[Site] = []
+        for site in sites:
+            try:
+                call = rewrite(graph, site)
+            except Miss as miss:
+                missed.append((site.sink, miss))
+                continue
+            rewritten.append(site)
+            fused.append(_fused_record(site, call))
+        if rewritten:
+            erase(graph, rewritten)
+            graph.lint()
+        self._record(graph, fused, missed)
+
+    def uuid(self) -> bytes:
+        """Changes with every source file of the compiler and device sides, and with the options."""
+        return get_hash_for_files(_sources(), repr(self.options))
+
+    def _record(self, graph: Graph, fused: list[Fused], missed: list[tuple[Node, Miss]]) -> None:
+        records = [
+            Missed(_name(sink), location_of(sink), miss.code, miss.reason, miss.hint) for sink, miss in missed
+        ]
+        for record in (*fused, *records):
+            log.info("%s", record)
+        self.report.graphs += 1
+        self.report.fused += fused
+        self.report.missed += records
+        if records and self.options.strict:
+            raise NotFusedError(self.report)
+
+
+# -- anchors ------------------------------------------------------------------------------------------------------
+
+
+def find_sinks(graph: Graph) -> list[Node]:
+    """The graph's sampling ops, in graph order, found with Inductor's pattern matcher."""
+    _found.clear()
+    try:
+        _anchors().apply(graph)
+        return list(reversed(_found))
+    finally:
+        _found.clear()
+
+
+# Handlers have no return value; compilation of one graph runs under Dynamo's lock.
+_found: list[Node] = []
+
+
+@functools.cache
+def _anchors() -> PatternMatcherPass:
+    anchors = PatternMatcherPass(pass_name="flashsampling_anchors")
+
+    @register_graph_pattern(CallFunctionVarArgs(list(SINK_TARGETS)), pass_dict=anchors)
+    def collect(match: Match, *args: Any, **kwargs: Any) -> None:
+        _found.append(match.output_node())
+
+    return anchors
+
+
+# -- checks: may this site be fused? ------------------------------------------------------------------------------
+
+
+def check(site: Site, options: Options) -> None:
+    """What concerns one site alone.
+
+    Raises:
+        Miss: why the site may not be fused.
+    """
+    logits = site.linear.node.meta["val"]
+    device = logits.device.type
+    if device not in ("cpu", "cuda"):
+        raise Miss("DEVICE", f"the LM head is on device type {device!r}", "use a CPU or a CUDA device", site.sink)
+    if site.draws and inductor_config.fallback_random:
+        raise Miss(
+            "FALLBACK_RANDOM",
+            "fallback_random=True asks for eager's random numbers, and a fused draw has its own",
+            "unset torch._inductor.config.fallback_random to fuse draws; greedy sinks are fused either way",
+            site.sink,
+        )
+    vocab = shape(site.sink.args[0])[site.sink_dim]
+    smallest = options.smallest_vocab(device)
+    if isinstance(vocab, int) and vocab < smallest:
+        raise Miss(
+            "SMALL_VOCAB",
+            f"the vocabulary has {vocab} entries, fewer than {smallest}: a fused kernel would not pay",
+            f"set options={{'flashsampling.min_vocab': {vocab}}} to fuse it all the same",
+            site.sink,
+        )
+
+
+def check_together(sites: list[Site]) -> tuple[list[Site], list[tuple[Node, Miss]]]:
+    """What concerns sites and the rest of the graph: nobody else may need the logits, and no two sites one head.
+
+    Returns the sites that stay, and a Miss for each that does not.
+    """
+    missed: list[tuple[Node, Miss]] = []
+    changed = True
+    while changed:
+        changed = False
+        for site in sites:
+            covered = set().union(*(other.nodes for other in sites if other.linear.node is site.linear.node))
+            escape = _escape(site, covered)
+            if escape is not None:
+                sites = [other for other in sites if other is not site]
+                missed.append((site.sink, escape))
+                changed = True
+                break
+    return sites, missed
+
+
+def _escape(site: Site, covered: set[Node]) -> Miss | None:
+    ends = {site.sink, site.output}
+    for node in site.nodes - ends:
+        for user in node.users:
+            if user not in covered:
+                what = "logits" if node.meta["val"].dim() and not _is_probability(node) else "probabilities"
+                return Miss(
+                    "LOGITS_ESCAPE",
+                    f"the {what} are also used by {_name(user) if user.op == 'call_function' else 'the output'}"
+                    f" (at {location_of(user)})" * (user.op == "call_function"),
+                    "return only the tokens, or compute the other result in a separate call",
+                    node,
+                )
+    return None
+
+
+def _is_probability(node: Node) -> bool:
+    return node.target in (aten.div.Tensor, aten.exp.default)
+
+
+def _internal(error: Exception) -> Miss:
+    return Miss(
+        "INTERNAL",
+        f"the pass failed with {type(error).__name__}: {error}",
+        "please report this with the traceback in the log; the graph was compiled unfused",
+    )
+
+
+# -- records ------------------------------------------------------------------------------------------------------
+
+
+def _name(node: Node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _fused_record(site: Site, call: Node) -> Fused:
+    hidden, weight = (call.args[i].meta["val"] for i in (0, 1))
+    logit_bytes = site.linear.node.meta["val"].dtype.itemsize
+    saved = traffic.bytes_saved(site.draws, logit_bytes, row_noise=bool(site.noise))
+    sizes = {traffic.BATCH: hidden.shape[0], traffic.VOCAB: weight.shape[0]}
+    saved = saved.subs({k: v if isinstance(v, int) else v.node.expr for k, v in sizes.items()})
+    return Fused(
+        _name(site.sink),
+        location_of(site.sink),
+        _name(call),
+        site.program,
+        int(saved) if saved.is_Integer else saved,
+    )
+
+
+@functools.cache
+def _sources() -> tuple[str, ...]:
+    here = Path(__file__).parent
+    return tuple(sorted(str(p) for folder in (here, here / "recognise", here / "kernels") for p in folder.glob("*.py")))
+
+
+Pass = Callable[[Graph], None]
+
+
+class PassSequence(CustomGraphPass):
+    """Several passes as one, since torch 2.11 takes a single `joint_custom_pre_pass` and later versions a list."""
+
+    def __init__(self, passes: Iterable[Pass]):
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self) -> Any:
+        """None, which turns Inductor's cache off, as soon as one pass has no uuid."""
+        ids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
+        return None if None in ids else tuple(ids)
+
+

@@ -1,0 +1,124 @@
+"""The registered ops: schemas, fake implementations, argument checks, and dispatch to the two implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+_library = torch.library.Library("flashsampling", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library.define(
+    "sample(Tensor hidden, Tensor weight, Tensor seed, Tensor[] operands, str program, int num_samples=1) -> Tensor",
+    tags=_tags,
+)
+_library.define("argmax(Tensor hidden, Tensor weight, Tensor[] operands, str program) -> Tensor", tags=_tags)
+
+
+def sample(
+    hidden: Tensor, weight: Tensor, seed: Tensor, operands: Sequence[Tensor], program: str, num_samples: int = 1
+) -> Tensor:
+    """``torch.ops.flashsampling.sample``: draws from ``softmax(program(hidden @ weight.T))``, row by row.
+
+    hidden ``[B, D]`` and weight ``[V, D]``: bfloat16, float16 or float32, one dtype, one device, any strides.
+    seed: int64, 0-d or ``[B]``, same device. operands: tensors broadcastable to ``[B, V]``, same device.
+    program: an epilogue program (see `kernels/epilogue.py`). Returns int64 ``[B, num_samples]``.
+
+    Raises:
+        ValueError, TypeError: an argument of wrong rank, size, dtype, device or value.
+    """
+    _check(hidden, weight, operands, program)
+    _check_seed(seed, hidden)
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, not {num_samples}")
+    return _implementation(hidden).sample(hidden, weight, seed, list(operands), program, num_samples)
+
+
+def argmax(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: str) -> Tensor:
+    """``torch.ops.flashsampling.argmax``: the id of the largest ``program(hidden @ weight.T)``, the lowest among equals.
+
+    Arguments and errors as for `sample`. Returns int64 ``[B]``.
+    """
+    _check(hidden, weight, operands, program)
+    return _implementation(hidden).argmax(hidden, weight, list(operands), program)
+
+
+def _fake_sample(hidden, weight, seed, operands, program, num_samples=1):
+    return hidden.new_empty((hidden.shape[0], num_samples), dtype=torch.int64)
+
+
+def _fake_argmax(hidden, weight, operands, program):
+    return hidden.new_empty((hidden.shape[0],), dtype=torch.int64)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("sample", sample, _key)
+    _library.impl("argmax", argmax, _key)
+torch.library.register_fake("flashsampling::sample", _fake_sample, lib=_library)
+torch.library.register_fake("flashsampling::argmax", _fake_argmax, lib=_library)
+
+
+def _implementation(hidden: Tensor):
+    if hidden.is_cuda:
+        from .kernels import gemm_sample
+
+        return gemm_sample
+    from .kernels import reference
+
+    return reference
+
+
+# -- checks -------------------------------------------------------------------------------------------------------
+
+
+def check_matrices(hidden: Tensor, weight: Tensor) -> None:
+    """Raises ValueError or TypeError unless ``hidden`` is ``[..., D]`` and ``weight`` ``[V, D]`` of one dtype and device."""
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be bfloat16, float16 or float32")
+    if hidden.dim() < 1:
+        raise ValueError("hidden is 0-d; it must have shape [..., D]")
+    if weight.dim() != 2:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [V, D]")
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden has {hidden.shape[-1]} features, but weight has {weight.shape[1]}: both must be D")
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"hidden is {hidden.dtype}, but weight is {weight.dtype}; cast one of them")
+    if hidden.device != weight.device:
+        raise ValueError(f"hidden is on {hidden.device}, but weight is on {weight.device}; move one of them")
+    if weight.shape[0] < 1:
+        raise ValueError("weight has no rows: there is no token to draw")
+
+
+def _check(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: str) -> None:
+    from .kernels.epilogue import Program
+
+    check_matrices(hidden, weight)
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be [B, D]")
+    wanted = Program.parse(program).num_operands
+    if wanted != len(operands):
+        raise ValueError(f"the program reads {wanted} operands, but {len(operands)} were passed")
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    for i, x in enumerate(operands):
+        if x.device != hidden.device:
+            raise ValueError(f"operands[{i}] is on {x.device}, but hidden is on {hidden.device}")
+        if x.is_complex():
+            raise TypeError(f"operands[{i}] has dtype {x.dtype}; it must be real or bool")
+        sizes = (1, 1, *x.shape)[-2:]
+        if x.dim() > 2 or sizes[0] not in (1, rows) or sizes[1] not in (1, vocab):
+            raise ValueError(f"operands[{i}] of shape {tuple(x.shape)} does not broadcast to [B, V] = [{rows}, {vocab}]")
+
+
+def _check_seed(seed: Tensor, hidden: Tensor) -> None:
+    if seed.dtype is not torch.int64:
+        raise TypeError(f"seed has dtype {seed.dtype}; it must be int64")
+    if seed.device != hidden.device:
+        raise ValueError(f"seed is on {seed.device}, but hidden is on {hidden.device}")
+    if tuple(seed.shape) not in ((), (hidden.shape[0],)):
+        raise ValueError(f"seed has shape {tuple(seed.shape)}; it must be 0-d or [B] = [{hidden.shape[0]}]")

@@ -1,0 +1,219 @@
+"""The LM head: which matrix product a sink's logits come from, and everything that depends on it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from .miss import Miss
+from .pointwise import POINTWISE_TARGETS, SCATTER_TARGETS
+from .shapes import SHAPE_TARGETS, Call, rank, same, shape
+
+aten = torch.ops.aten
+
+# Row statistics of a softmax or of its relatives: looked through when searching for the linear.
+REDUCTIONS = {
+    aten.amax.default,
+    aten.max.dim,
+    aten.sum.dim_IntList,
+    aten.logsumexp.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+}
+PASSABLE = POINTWISE_TARGETS | SCATTER_TARGETS | SHAPE_TARGETS | REDUCTIONS
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``node = hidden @ weight.T (+ bias)`` in one of its ATen spellings: mm, addmm, a bmm over one batch, mul + sum."""
+
+    node: Node
+    left: Node
+    right: Node
+
+    @classmethod
+    def match(cls, node: Node) -> Linear | None:
+        args = node.args
+        if node.target is aten.mm.default:
+            return cls(node, args[0], args[1])
+        if node.target is aten.addmm.default:
+            return cls(node, args[1], args[2])
+        if node.target is aten.bmm.default and same(shape(node)[0], 1):
+            return cls(node, args[0], args[1])
+        if node.target is aten.sum.dim_IntList and _is_matvec(node):
+            product = node.args[0]
+            a, b = product.args
+            return cls(node, a, b) if rank(a) == 2 else cls(node, b, a)
+        return None
+
+    @property
+    def is_matvec(self) -> bool:
+        return self.node.target is aten.sum.dim_IntList
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes that make up the product; all of them go when the site is rewritten."""
+        return (self.node.args[0], self.node) if self.is_matvec else (self.node,)
+
+    def weight_numel(self) -> int:
+        """Size of the larger factor, to tell an LM head from a low-rank or temperature head beside it."""
+        return max(_hint(self.left), _hint(self.right))
+
+    def hidden(self, dim: int) -> Node:
+        """The factor without the vocabulary: shaped like the product, with D in place of V at ``dim``."""
+        if self.is_matvec:
+            return self.right
+        return self.left if dim == rank(self.node) - 1 else self.right
+
+    def vocab_weight(self, call: Call, dim: int) -> Node:
+        """The factor with the vocabulary, as a ``[V, D]`` view."""
+        if self.is_matvec:
+            return self.left
+        if dim != rank(self.node) - 1:
+            return _drop_batch(call, self.left)
+        weight = _drop_batch(call, self.right)
+        if weight.target is aten.permute.default and rank(weight) == 2:
+            return weight.args[0]
+        return call(aten.permute.default, weight, [1, 0])
+
+    def check(self, dim: int) -> None:
+        """Raise a Miss unless the vocabulary lies along ``dim`` of the product and the kernel takes its dtype."""
+        matrix_dims = (0,) if self.is_matvec else (rank(self.node) - 2, rank(self.node) - 1)
+        if dim not in matrix_dims:
+            raise Miss(
+                "SAMPLING_DIM",
+                "the sampled dimension is not an output dimension of the linear",
+                "sample along the vocabulary, the last dimension of the logits",
+                self.node,
+            )
+        dtypes = {n.meta["val"].dtype for n in (self.left, self.right)}
+        if len(dtypes) != 1 or not dtypes <= set(_FLOATS):
+            raise Miss(
+                "DTYPE",
+                f"the linear multiplies {' by '.join(sorted(str(d) for d in dtypes))}",
+                "use one of bfloat16, float16 and float32 for both the hidden states and the weight",
+                self.node,
+            )
+
+
+def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
+    """The LM head behind ``sink`` and the nodes between the two.
+
+    Searches backwards through pointwise ops, reshapes and row statistics. Where several products are found (a low-rank
+    adapter added to the logits, say) the one with the largest weight is the head and the others are operands.
+
+    Raises:
+        Miss: NO_LINEAR, or a more telling code where the search ended at something known.
+    """
+    found: list[Linear] = []
+    seen: set[Node] = set()
+    barriers: list[Node] = []
+    stack = list(sink.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        linear = Linear.match(node)
+        if linear is not None:
+            found.append(linear)
+        elif node.target in PASSABLE or _is_getitem_of_max(node):
+            stack.extend(node.all_input_nodes)
+        else:
+            barriers.append(node)
+    if not found:
+        raise barrier_miss(barriers)
+    head = max(found, key=lambda linear: linear.weight_numel())
+    return head, _dependents(head)
+
+
+def barrier_miss(barriers: Iterable[Node]) -> Miss:
+    """The miss for a search or a walk that could not pass ``barriers``."""
+    barriers = [n.args[0] if n.target is operator.getitem else n for n in barriers if n.op == "call_function"]
+    names = {n: str(n.target) for n in barriers}
+    for code, words, reason, hint in _BARRIERS:
+        for node, name in names.items():
+            if any(word in name for word in words):
+                return Miss(code, f"{name} {reason}", hint, node)
+    node = barriers[0] if barriers else None
+    where = f" (the search ended at {names[node]})" if node is not None else ""
+    return Miss(
+        "NO_LINEAR",
+        f"no linear layer was found behind this sink{where}",
+        "compile the LM head and the sampling in one function, with only pointwise ops and row selections between them",
+        node,
+    )
+
+
+_BARRIERS = (
+    (
+        "TP_LAYOUT",
+        ("all_gather", "wait_tensor", "all_reduce"),
+        "stands between the linear and the sink: the vocabulary is sharded over ranks",
+        "sampling from a sharded LM head is not fused yet; the graph is left as it was",
+    ),
+    (
+        "TOP_K",
+        ("aten.topk", "aten.kthvalue"),
+        "filters the logits before sampling",
+        "top-k filtering is not supported yet; drop it, or keep this site unfused",
+    ),
+    (
+        "TOP_P",
+        ("aten.sort", "aten.cumsum"),
+        "filters the probabilities before sampling",
+        "top-p filtering is not supported yet; drop it, or keep this site unfused",
+    ),
+    (
+        "QUANTIZED",
+        ("_scaled_mm", "_int_mm", "int8pack", "int4pack", "torchao", "quantized"),
+        "multiplies a quantised weight",
+        "keep the LM head in bfloat16, float16 or float32",
+    ),
+)
+
+
+def _is_getitem_of_max(node: Node) -> bool:
+    return node.target is operator.getitem and node.args[0].target is aten.max.dim
+
+
+def _dependents(head: Linear) -> set[Node]:
+    """All nodes computed from the head's product."""
+    dependents = {head.node}
+    stack = [head.node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in dependents:
+                dependents.add(user)
+                stack.append(user)
+    return dependents
+
+
+def _is_matvec(node: Node) -> bool:
+    """``sum(W[V, D] * h[D], [1])``, how Inductor's decompositions spell a matrix-vector product."""
+    product = node.args[0]
+    if len(node.args) > 2 or list(node.args[1]) not in ([1], [-1]) or product.target is not aten.mul.Tensor:
+        return False
+    if not all(isinstance(a, Node) for a in product.args) or len(product.users) != 1:
+        return False
+    return sorted(rank(a) for a in product.args) == [1, 2] and rank(product) == 2
+
+
+def _drop_batch(call: Call, node: Node) -> Node:
+    return node if rank(node) == 2 else call(aten.squeeze.dims, node, [0])
+
+
+def _hint(node: Node) -> int:
+    """Number of elements, with the traced size where a dimension is symbolic."""
+    numel = 1
+    for size in shape(node):
+        if isinstance(size, torch.SymInt):
+            hint = size.node.hint if size.node.has_hint() else None
+            size = 1 if hint is None else int(hint)
+        numel *= size
+    return numel

@@ -1,0 +1,34 @@
+"""Why a site was left alone: the exception that recognition and checks raise, with a stable code."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+# Stable codes: programs may match on them. README.md has the table with hints.
+CODES = (
+    "NO_LINEAR",
+    "LOGITS_ESCAPE",
+    "NUM_SAMPLES",
+    "EPILOGUE_OP",
+    "SAMPLING_DIM",
+    "DTYPE",
+    "LAYOUT",
+    "NOISE",
+    "SMALL_VOCAB",
+    "FALLBACK_RANDOM",
+    "DEVICE",
+    "TP_LAYOUT",
+    "TOP_K",
+    "TOP_P",
+    "QUANTIZED",
+    "INTERNAL",
+)
+
+
+class Miss(Exception):
+    """A sink that is not fused: ``code`` (one of CODES), ``reason`` and ``hint`` (sentences), ``node`` (the culprit)."""
+
+    def __init__(self, code: str, reason: str, hint: str, node: Node | None = None):
+        assert code in CODES, code
+        super().__init__(reason)
+        self.code, self.reason, self.hint, self.node = code, reason, hint, node

@@ -1,0 +1,149 @@
+"""Noise that turns an argmax into a draw: exponential variables (races) and Gumbel variables, as Inductor spells them.
+
+A guard such as ``rand + 1e-10`` or ``clamp_min(q, 1e-10)`` only keeps logarithms and quotients finite. Ours are finite
+without one, so guards up to `MAX_GUARD` are read as the noise they protect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .pointwise import CASTS
+from .shapes import is_identity
+
+aten = torch.ops.aten
+
+MAX_GUARD = 1e-6
+_UNIFORM = {aten.rand.default, aten.rand_like.default}
+_RANDOM = _UNIFORM | {
+    aten.uniform.default,
+    aten.exponential.default,
+    aten.randn.default,
+    aten.randn_like.default,
+    aten.normal_functional.default,
+    aten.bernoulli.p,
+    aten.bernoulli.default,
+}
+_REARRANGEMENTS = {aten.view.default, aten.reshape.default, aten.permute.default, aten.unsqueeze.default}
+
+
+def is_random(node: Any) -> bool:
+    return isinstance(node, Node) and node.target in _RANDOM
+
+
+def gumbel(node: Any) -> tuple[list[Node], int] | None:
+    """``node = sign * Gumbel(0, 1)`` as (the nodes that make it up, sign), or None."""
+    nodes: list[Node] = []
+    sign = 1
+    node = _strip(node, nodes)
+    while _is(node, aten.neg.default) or (_is(node, aten.mul.Tensor) and node.args[1] == -1):
+        nodes.append(node)
+        sign, node = -sign, _strip(node.args[0], nodes)
+    if not _is(node, aten.log.default):
+        return None
+    nodes.append(node)
+    inner = exponential(node.args[0])
+    return None if inner is None else (nodes + inner, -sign)
+
+
+def exponential(node: Any) -> list[Node] | None:
+    """The nodes that make up an Exponential(1) variable at ``node``, or None."""
+    nodes: list[Node] = []
+    node = _strip(node, nodes, guards=True)
+    if _is(node, aten.exponential.default):
+        rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("lambd", 1.0)
+        return [*nodes, node] if rate == 1 else None
+    negated = _is(node, aten.neg.default)
+    if not negated and not (_is(node, aten.mul.Tensor) and node.args[1] == -1):
+        return None
+    nodes.append(node)
+    node = _strip(node.args[0], nodes)
+    if _is(node, aten.where.self):
+        # Inductor's exponential_: where(u >= 1 - eps/2, -eps/2, log(u)) keeps the logarithm away from zero.
+        condition, number, log = node.args
+        inner = _log_uniform(log)
+        threshold = condition.args[1] if _is(condition, aten.ge.Scalar) else None
+        if inner is None or not isinstance(threshold, float) or not 1 - MAX_GUARD <= threshold <= 1:
+            return None
+        if _strip(condition.args[0], []) not in inner or not _tiny_constant(number):
+            return None
+        return [*nodes, node, condition, *inner]
+    inner = _log_uniform(node)
+    return None if inner is None else nodes + inner
+
+
+def _log_uniform(node: Any) -> list[Node] | None:
+    nodes: list[Node] = []
+    node = _strip(node, nodes)
+    if not _is(node, aten.log.default):
+        return None
+    nodes.append(node)
+    uniform = _uniform(node.args[0])
+    return None if uniform is None else nodes + uniform
+
+
+def _uniform(node: Any) -> list[Node] | None:
+    """The nodes of a Uniform(0, 1) variable."""
+    nodes: list[Node] = []
+    node = _strip(node, nodes, guards=True)
+    if _is(node, aten.sub.Tensor, aten.rsub.Scalar) and 1 in node.args:
+        x = node.args[1] if node.args[0] == 1 and node.target is aten.sub.Tensor else node.args[0]
+        flipped = node.args[0] == 1 if node.target is aten.sub.Tensor else True
+        if not flipped:
+            return None
+        nodes.append(node)
+        node = _strip(x, nodes)
+    if isinstance(node, Node) and node.target in _UNIFORM:
+        return [*nodes, node]
+    if _is(node, aten.uniform.default):
+        low = node.args[1] if len(node.args) > 1 else node.kwargs.get("from", 0.0)
+        high = node.args[2] if len(node.args) > 2 else node.kwargs.get("to", 1.0)
+        if 0 <= low <= MAX_GUARD and 1 - MAX_GUARD <= high <= 1:
+            return [*nodes, node]
+    return None
+
+
+def _strip(node: Any, nodes: list[Node], guards: bool = False) -> Any:
+    """Passes casts, rearrangements of independent elements and, with ``guards``, tiny additions and clamps."""
+    while isinstance(node, Node):
+        if is_identity(node) or node.target in _REARRANGEMENTS or _is_float_cast(node):
+            pass
+        elif guards and _is_guard(node):
+            pass
+        else:
+            break
+        nodes.append(node)
+        node = node.args[0]
+    return node
+
+
+def _is_guard(node: Node) -> bool:
+    if node.target is aten.add.Tensor:
+        return _between(node.args[1], 0, MAX_GUARD)
+    if node.target is aten.mul.Tensor:
+        return _between(node.args[1], 1 - MAX_GUARD, 1)
+    if node.target in (aten.clamp_min.default, aten.clamp.default):
+        low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+        high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+        return (low is None or _between(low, 0, MAX_GUARD)) and (high is None or _between(high, 1 - MAX_GUARD, 1))
+    return False
+
+
+def _between(number: Any, low: float, high: float) -> bool:
+    return isinstance(number, (int, float)) and low <= number <= high
+
+
+def _is_float_cast(node: Node) -> bool:
+    return node.target in CASTS and node.meta["val"].dtype.is_floating_point
+
+
+def _tiny_constant(node: Any) -> bool:
+    value = node.args[0] if _is(node, aten.scalar_tensor.default) else node
+    return isinstance(value, float) and -MAX_GUARD <= value < 0
+
+
+def _is(node: Any, *targets: Any) -> bool:
+    return isinstance(node, Node) and node.target in targets

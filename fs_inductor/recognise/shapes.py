@@ -1,0 +1,212 @@
+"""Row selections and reshapes between the linear and the sink.
+
+Each such op is walked backwards (where does the vocabulary dimension come from?) and later replayed on a tensor that
+stands in for the logits with another size in that dimension: the hidden states, or an epilogue operand. That is how
+``lm_head(h)[:, -1]`` ends up multiplying only the rows that are sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .miss import Miss
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# `call(target, *args)` appends a node to the graph; rewrite.GraphEditor provides it.
+Call = Callable[..., Node]
+
+IDENTITY = {aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
+
+
+@dataclass(frozen=True)
+class ShapeStep:
+    """One shape op, with the position of the vocabulary dimension in its input and in its output."""
+
+    node: Node
+    dim_in: int
+    dim_out: int
+
+    @property
+    def slices_vocab(self) -> bool:
+        return self.node.target is aten.slice.Tensor and self._slice_dim() == self.dim_in
+
+    def _slice_dim(self) -> int:
+        return _arg(self.node, 1, "dim", 0) % rank(self.node.args[0])
+
+    def replay(self, call: Call, x: Node, spans_vocab: bool) -> Node:
+        """The same op on ``x``, whose dimension ``dim_in`` may have another size.
+
+        ``spans_vocab`` says whether that dimension still runs over the vocabulary, so that a slice of it applies.
+        """
+        target, args = self.node.target, self.node.args
+        if self.slices_vocab and not spans_vocab:
+            return x
+        if target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+            sizes: list[Any] = []
+            for i, size in enumerate(shape(self.node)):
+                if i == self.dim_out:
+                    sizes.append(size_of(call, x, self.dim_in))
+                else:
+                    sizes.append(size if isinstance(size, int) else args[1][i])
+            return call(aten.reshape.default, x, sizes)
+        if target is aten.squeeze.default:
+            # Named dimensions only: the stand-in may have size 1 where the logits have the vocabulary.
+            sizes = shape(args[0])
+            return call(aten.squeeze.dims, x, [d for d in range(len(sizes)) if d != self.dim_in and same(sizes[d], 1)])
+        if target is aten.expand.default:
+            sizes = list(args[1])
+            sizes[self.dim_out] = -1
+            return call(aten.expand.default, x, sizes)
+        return call(target, x, *args[1:], **self.node.kwargs)
+
+
+def shape(node: Any) -> tuple:
+    return tuple(node.meta["val"].shape)
+
+
+def rank(node: Any) -> int:
+    return node.meta["val"].dim()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be equal, without adding a guard."""
+    return a is b or statically_known_true(a == b)
+
+
+def same_shape(a: Any, b: Any) -> bool:
+    sa, sb = shape(a), shape(b)
+    return len(sa) == len(sb) and all(same(x, y) for x, y in zip(sa, sb, strict=True))
+
+
+def size_of(call: Call, node: Node, dim: int) -> Any:
+    size = shape(node)[dim]
+    return size if isinstance(size, int) else call(aten.sym_size.int, node, dim)
+
+
+def is_identity(node: Node) -> bool:
+    """Ops that hand their input through: clones, and the no-op slices that dynamic shapes leave behind."""
+    if node.target in IDENTITY:
+        return True
+    if node.target in (aten.slice.Tensor, aten.expand.default, aten.view.default, aten.reshape.default):
+        return isinstance(node.args[0], Node) and same_shape(node, node.args[0])
+    return False
+
+
+def step_back(node: Node, dim: int) -> ShapeStep | None:
+    """The shape op at ``node`` with its vocabulary dimension traced to the input; None if ``node`` is no shape op."""
+    trace = _BACK.get(node.target)
+    return None if trace is None else ShapeStep(node, trace(node, dim), dim)
+
+
+def _arg(node: Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _layout_miss(node: Node, what: str) -> Miss:
+    return Miss(
+        "LAYOUT",
+        f"{node.target} {what}, so the token ids no longer run along one dimension of the linear's output",
+        "select rows, not parts of the vocabulary, between the LM head and the sampling",
+        node,
+    )
+
+
+def _view(node: Node, dim: int) -> int:
+    before, after = shape(node.args[0]), shape(node)
+    for i in reversed(range(len(before))):
+        if same(before[i], after[dim]) and same(math.prod(before[i + 1 :]), math.prod(after[dim + 1 :])):
+            return i
+    raise _layout_miss(node, "splits or merges the vocabulary dimension")
+
+
+def _permute(node: Node, dim: int) -> int:
+    return node.args[1][dim] % rank(node)
+
+
+def _transpose(node: Node, dim: int) -> int:
+    a, b = (d % rank(node) for d in node.args[1:3])
+    return {a: b, b: a}.get(dim, dim)
+
+
+def _unsqueeze(node: Node, dim: int) -> int:
+    new = node.args[1] % rank(node)
+    if dim == new:
+        raise _layout_miss(node, "adds the dimension that is sampled")
+    return dim - (dim > new)
+
+
+def _squeeze(node: Node, dim: int) -> int:
+    sizes = shape(node.args[0])
+    dims = _arg(node, 1, "dim", list(range(len(sizes))))
+    dims = [d % len(sizes) for d in ([dims] if isinstance(dims, int) else dims)]
+    kept = [d for d, size in enumerate(sizes) if d not in dims or not same(size, 1)]
+    if len(kept) != rank(node):
+        raise _layout_miss(node, "squeezes a dimension of unknown size")
+    return kept[dim]
+
+
+def _select(node: Node, dim: int) -> int:
+    return dim + (dim >= node.args[1] % rank(node.args[0]))
+
+
+def _slice(node: Node, dim: int) -> int:
+    return dim
+
+
+def _index_select(node: Node, dim: int) -> int:
+    if node.args[1] % rank(node) == dim:
+        raise _layout_miss(node, "gathers parts of the vocabulary")
+    return dim
+
+
+def _expand(node: Node, dim: int) -> int:
+    source = dim - (rank(node) - rank(node.args[0]))
+    if source < 0 or not same(shape(node.args[0])[source], shape(node)[dim]):
+        raise _layout_miss(node, "repeats along the dimension that is sampled")
+    return source
+
+
+def _index(node: Node, dim: int) -> int:
+    """Advanced indexing of row dimensions. Adjacent index tensors leave their result in place."""
+    x, indices = node.args
+    used = [i for i, index in enumerate(indices) if index is not None]
+    index_vals = [indices[i].meta["val"] for i in used]
+    if any(v.dtype in (torch.bool, torch.uint8) for v in index_vals):
+        raise _layout_miss(node, "selects rows by a mask, whose number is not known")
+    if used != list(range(used[0], used[-1] + 1)):
+        raise _layout_miss(node, "indexes dimensions that are not adjacent")
+    out_rank = max(v.dim() for v in index_vals)
+    if used[0] <= dim < used[0] + out_rank:
+        raise _layout_miss(node, "samples along an index")
+    source = dim if dim < used[0] else dim - out_rank + len(used)
+    if source in used:
+        raise _layout_miss(node, "gathers parts of the vocabulary")
+    return source
+
+
+_BACK: dict[Any, Callable[[Node, int], int]] = {
+    aten.view.default: _view,
+    aten.reshape.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.index.Tensor: _index,
+    aten.index_select.default: _index_select,
+    aten.expand.default: _expand,
+}
+SHAPE_TARGETS = set(_BACK) | IDENTITY

@@ -1,0 +1,233 @@
+"""Tails: what turns logits into token ids. Each sink op is walked back to its linear and becomes a `Site`.
+
+Sinks are `multinomial`, `argmax`, `max.dim` and `topk(k=1)` used for their index. An argmax over logits is greedy; over
+a quotient of probabilities and exponential noise, or a sum of logits and Gumbel noise, it is a draw.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import noise
+from .linear import PASSABLE, Linear, find_linear
+from .logits import Operand, Path, Value, Walk, constant_of
+from .miss import Miss
+from .pointwise import CASTS
+from .shapes import is_identity, rank, same, same_shape, shape, step_back
+
+aten = torch.ops.aten
+
+SINK_TARGETS = (aten.multinomial.default, aten.argmax.default, aten.max.dim, aten.topk.default)
+
+
+@dataclass
+class Site:
+    """A recognised sink: everything the checks and the rewrite need, without a change to the graph.
+
+    sink: the sampling op; output: the node that holds its token ids (a getitem for max and topk).
+    draws: samples per row, or 0 for greedy.
+    linear, linear_dim: the LM head, and the position of the vocabulary in its product.
+    path: the shape ops from the product to the sink's input; sink_dim: the vocabulary's position there.
+    program, operands: the epilogue program's text and what it reads.
+    nodes: all nodes between the linear and the sink, both included; noise: the random nodes a draw replaces.
+    """
+
+    sink: Node
+    output: Node
+    draws: int
+    linear: Linear
+    linear_dim: int
+    path: Path
+    sink_dim: int
+    program: str
+    operands: list[Operand]
+    nodes: set[Node]
+    noise: set[Node]
+
+    @property
+    def op(self) -> str:
+        return "sample" if self.draws else "argmax"
+
+
+def recognise(sink: Node) -> Site | None:
+    """The site behind ``sink``; None if it is no sink after all (a `max` or `topk` used for its values).
+
+    Raises:
+        Miss: the sink cannot be fused, and why.
+    """
+    output, dim, draws = _sink(sink)
+    if output is None:
+        return None
+    linear, dependents = find_linear(sink)
+    x = sink.args[0]
+    walk = Walk(linear, dependents)
+    noise_nodes: set[Node] = set()
+    if draws:
+        if not walk.is_weight(x, dim):
+            raise _not_probabilities(x, walk)
+        result = walk.log_weight(x, dim, ())
+    elif _draws_noise(x, dependents):
+        result = _score(walk, x, dim, (), noise_nodes)
+        draws = 1
+    else:
+        result = walk.log_weight(x, dim, ()) if walk.is_weight(x, dim) else walk.logit(x, dim, ())
+    program, operands = walk.program(result)
+    if walk.path is None:
+        raise Miss("NO_LINEAR", "the sampled values do not depend on the linear", "remove the unused LM head", sink)
+    nodes = walk.visited | noise_nodes | {sink, output}
+    return Site(
+        sink, output, draws, linear, walk.linear_dim, walk.path, dim, program, operands, nodes, noise_nodes
+    )
+
+
+def _sink(sink: Node) -> tuple[Node | None, int, int]:
+    """The node with the token ids, the sampled dimension, and the draws per row."""
+    x = sink.args[0]
+    args = dict(enumerate(sink.args)) | sink.kwargs
+    if sink.target is aten.multinomial.default:
+        draws = args.get(1)
+        replacement = args.get(2, args.get("replacement", False))
+        if not isinstance(draws, int) or (draws > 1 and not replacement):
+            raise Miss(
+                "NUM_SAMPLES",
+                f"multinomial draws {draws if isinstance(draws, int) else 'a varying number of'} samples"
+                " without replacement" * (not replacement),
+                "draw a fixed number of samples with replacement=True, or one sample",
+                sink,
+            )
+        return sink, rank(x) - 1, draws
+    if sink.target is aten.argmax.default:
+        dim = args.get(1, args.get("dim"))
+        if dim is None:
+            wide = [i for i, size in enumerate(shape(x)) if not same(size, 1)]
+            if len(wide) > 1:
+                raise Miss(
+                    "SAMPLING_DIM", "argmax runs over all dimensions, not one", "pass dim=-1 to argmax", sink
+                )
+            dim = wide[0] if wide else -1
+        return sink, dim % max(rank(x), 1), 0
+    index = _index_output(sink)
+    if index is None:
+        return None, 0, 0
+    if sink.target is aten.topk.default:
+        if args.get(1) != 1 or not args.get(3, args.get("largest", True)):
+            return None, 0, 0
+        return index, args.get(2, args.get("dim", -1)) % rank(x), 0
+    return index, args[1] % rank(x), 0
+
+
+def _index_output(sink: Node) -> Node | None:
+    """The getitem with the indices of a (values, indices) pair, where the values are not used."""
+    users = [u for u in sink.users if u.target is operator.getitem]
+    indices = [u for u in users if u.args[1] == 1]
+    values = [u for u in users if u.args[1] == 0 and u.users]
+    if not indices:
+        return None
+    if values:
+        raise Miss(
+            "LOGITS_ESCAPE",
+            f"the values of {sink.target} are used beside its indices",
+            "drop the values, or compute them from the chosen tokens",
+            values[0],
+        )
+    return indices[0]
+
+
+def _not_probabilities(node: Any, walk: Walk) -> Miss:
+    filtered = walk.known_barrier(node)
+    return filtered or Miss(
+        "EPILOGUE_OP",
+        f"multinomial's weights do not come from a softmax or exp of the logits ({getattr(node, 'target', node)})",
+        "sample from softmax(logits, dim=-1)",
+        node if isinstance(node, Node) else None,
+    )
+
+
+# -- draws spelled as an argmax over noise ------------------------------------------------------------------------
+
+
+def _draws_noise(x: Node, dependents: set[Node]) -> bool:
+    """Whether random numbers enter between the linear and the argmax."""
+    stack, seen = [x], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if noise.is_random(node):
+            return True
+        # Outside the logits' own chain, only follow what noise is made of.
+        if node in dependents or node.target in PASSABLE:
+            stack.extend(node.all_input_nodes)
+    return False
+
+
+def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Value:
+    """Walks an argmax's input that holds noise; the result is the program's logit, with the noise taken out."""
+    if node not in walk.dependents:
+        raise _unknown_noise(node)
+    walk.visited.add(node)
+    target, args = node.target, node.args
+    if is_identity(node) or (target in CASTS and node.meta["val"].dtype.is_floating_point):
+        return _score(walk, args[0], dim, path, used)
+    step = step_back(node, dim)
+    if step is not None:
+        return _score(walk, args[0], step.dim_in, (step, *path), used)
+    if target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(args[1], (int, float)) and args[1] > 0:
+        return _score(walk, args[0], dim, path, used)
+    if target is aten.where.self:
+        for chosen, other, negated in ((args[1], args[2], False), (args[2], args[1], True)):
+            if constant_of(chosen) == -math.inf and same_shape(other, node):
+                mask = walk._argument(args[0], node, dim, path)
+                mask = walk.emit("logical_not", mask) if negated else mask
+                return walk.emit("where", mask, -math.inf, _score(walk, other, dim, path, used))
+    if target is aten.div.Tensor and walk.is_weight(args[0], dim):
+        made_of = noise.exponential(args[1])
+        if made_of is not None and _is_fresh(args[1], node, made_of, used):
+            return walk.log_weight(args[0], dim, path)
+    if target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
+        pairs = [(args[0], args[1], 1 if target is aten.add.Tensor else -1)]
+        if target is aten.add.Tensor:
+            pairs.append((args[1], args[0], 1))
+        for logits, candidate, sign in pairs:
+            found = noise.gumbel(candidate)
+            if found is not None and found[1] * sign == 1 and logits in walk.dependents and same_shape(logits, node):
+                if _is_fresh(candidate, node, found[0], used):
+                    return walk.logit(logits, dim, path)
+    raise _unknown_noise(node)
+
+
+def _is_fresh(candidate: Node, node: Node, made_of: list[Node], used: set[Node]) -> bool:
+    """Whether every logit has noise of its own, which nothing else in the graph sees."""
+    if not same_shape(candidate, node):
+        raise Miss(
+            "NOISE",
+            "the noise is broadcast: several logits share one random number",
+            "draw noise of the logits' full shape",
+            candidate,
+        )
+    for part in made_of:
+        if any(user not in made_of and user is not node for user in part.users):
+            raise Miss(
+                "NOISE",
+                "the noise is used a second time, so this draw is not independent of the rest of the graph",
+                "draw fresh noise for each use",
+                part,
+            )
+    used.update(made_of)
+    return True
+
+
+def _unknown_noise(node: Node) -> Miss:
+    return Miss(
+        "NOISE",
+        f"random numbers enter the argmax in a way that is no exponential race and no Gumbel-max ({node.target})",
+        "write argmax(probs / exponential noise), argmax(logits + Gumbel noise), or use torch.multinomial",
+        node,
+    )

@@ -1,0 +1,235 @@
+"""A recognised site becomes an op call: row selections move to the hidden states, vocabulary slices to the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.utils import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .recognise.logits import Operand
+from .recognise.miss import Miss
+from .recognise.shapes import ShapeStep, rank, same, shape, size_of
+from .recognise.tails import Site
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class GraphEditor:
+    """Appends nodes with fake values before one place of a graph."""
+
+    def __init__(self, graph: Graph, before: Node):
+        self.graph = graph
+        self.before = before
+        self.fake_mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
+        self.added: list[Node] = []
+
+    def call(self, target: Callable, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        values = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        if "stack_trace" in self.before.meta:
+            node.meta["stack_trace"] = self.before.meta["stack_trace"]
+        self.added.append(node)
+        return node
+
+    def undo(self) -> None:
+        for node in reversed(self.added):
+            if not node.users:
+                self.graph.erase_node(node)
+
+
+class SiteBuilder:
+    """The tensors of one site's op call: hidden states, weight, operands, and the shape of the result."""
+
+    def __init__(self, editor: GraphEditor, site: Site):
+        self.call = editor.call
+        self.site = site
+        # images[k]: the hidden states after the first k shape ops of the path, D in the vocabulary's place.
+        self.images = [site.linear.hidden(site.linear_dim)]
+        for step in site.path:
+            self.images.append(step.replay(self.call, self.images[-1], spans_vocab=False))
+
+    def hidden(self) -> Node:
+        """``[B, D]``, a row for each row of the sink's input."""
+        return self._rows(self.images[-1])
+
+    def weight(self) -> Node:
+        """``[V, D]``, without the rows that a vocabulary slice leaves out."""
+        weight = self.site.linear.vocab_weight(self.call, self.site.linear_dim)
+        return self._slice_vocab(weight, 0, self.site.path)
+
+    def operands(self, operands: list[Operand]) -> list[Node]:
+        return [self._operand(operand) for operand in operands]
+
+    def shape_like_sink(self, tokens: Node) -> Node:
+        """The op's ``[B]`` (greedy) or ``[B, n]`` (draws) result in the shape of the graph's own."""
+        site = self.site
+        want = site.output.meta["val"].shape
+        have = shape(tokens)
+        if len(want) == len(have) and all(same(a, b) for a, b in zip(want, have, strict=True)):
+            return tokens
+        sizes: list[Any] = []
+        if site.sink.target is aten.multinomial.default:
+            rows = [0] if rank(self.images[-1]) > 1 else []
+            sizes = [size_of(self.call, self.images[-1], d) for d in rows] + [site.draws]
+        else:
+            keepdim = len(want) == rank(self.images[-1])
+            for d in range(rank(self.images[-1])):
+                if d != site.sink_dim:
+                    sizes.append(size_of(self.call, self.images[-1], d))
+                elif keepdim:
+                    sizes.append(1)
+        return self.call(aten.reshape.default, tokens, sizes)
+
+    # -- tensors in the place of the logits ---------------------------------------------------------------------------
+
+    def _rows(self, x: Node) -> Node:
+        """``x``, shaped like the sink's input but for the vocabulary dimension, as a matrix of rows."""
+        dim, last = self.site.sink_dim, rank(x) - 1
+        if dim != last:
+            x = self.call(aten.permute.default, x, [d for d in range(rank(x)) if d != dim] + [dim])
+        if rank(x) == 2:
+            return x
+        width = size_of(self.call, x, last)
+        return self.call(aten.reshape.default, x, [-1 if last else 1, width])
+
+    def _slice_vocab(self, x: Node, dim: int, path: tuple[ShapeStep, ...]) -> Node:
+        for step in path:
+            if step.slices_vocab:
+                _, _, *bounds = step.node.args
+                x = self.call(aten.slice.Tensor, x, dim, *bounds)
+        return x
+
+    def _operand(self, operand: Operand) -> Node:
+        level = len(self.site.path) - len(operand.path)
+        node = self._mask(operand, level) if operand.scatter else operand.node
+        device = self.images[0].meta["val"].device
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            # An int or float that Dynamo made symbolic.
+            return self.call(aten.scalar_tensor.default, node, dtype=torch.float32, device=device)
+        if value.device != device:
+            # A Python float that Dynamo turned into a 0-d CPU tensor: a kernel cannot follow a host pointer.
+            node = self.call(prims.device_put.default, node, device)
+        lead = operand.rank - rank(node)
+        sizes = shape(node)
+        vocab = operand.dim - lead
+        spans_vocab = vocab >= 0 and not same(sizes[vocab], 1)
+        if all(same(size, 1) for d, size in enumerate(sizes) if d != vocab):
+            if not spans_vocab:
+                return self.call(aten.reshape.default, node, []) if sizes else node
+            if len(sizes) > 1:
+                node = self.call(aten.reshape.default, node, [size_of(self.call, node, vocab)])
+            return self._slice_vocab(node, 0, operand.path)
+        if operand.path or lead:
+            node = self._expand_rows(node, operand, level)
+        for step in operand.path:
+            node = step.replay(self.call, node, spans_vocab)
+        return self._rows(node)
+
+    def _expand_rows(self, node: Node, operand: Operand, level: int) -> Node:
+        """All row dimensions in full, so that the shape ops apply; the vocabulary dimension stays as it is."""
+        image, lead = self.images[level], operand.rank - rank(node)
+        for _ in range(lead):
+            node = self.call(aten.unsqueeze.default, node, 0)
+        sizes = [
+            -1 if d == operand.dim or same(size, shape(image)[d]) else size_of(self.call, image, d)
+            for d, size in enumerate(shape(node))
+        ]
+        return node if all(size == -1 for size in sizes) else self.call(aten.expand.default, node, sizes)
+
+    # -- masks of overwritten logits ------------------------------------------------------------------------------------
+
+    def _mask(self, operand: Operand, level: int) -> Node:
+        """A bool tensor, True where the graph overwrites logits: ``[V]`` where all rows agree, else the logits' shape."""
+        node, dim = operand.node, operand.dim
+        vocab = self._slice_vocab_size(operand)
+        if node.target is aten.index_put.default:
+            indices = list(node.args[1])
+            if len(indices) == 1 and indices[0].meta["val"].dtype is torch.bool and rank(indices[0]) <= operand.rank:
+                mask = indices[0]
+                for _ in range(operand.rank - rank(mask)):
+                    mask = self.call(aten.unsqueeze.default, mask, rank(mask))
+                return mask
+            if len(indices) == dim + 1 and all(index is None for index in indices[:-1]):
+                return self.call(aten.index_put.default, self._false([vocab]), [indices[-1]], self._true())
+            return self.call(aten.index_put.default, self._false_like(level, dim, vocab), indices, self._true())
+        if node.target is aten.scatter.value:
+            blank = self._false_like(level, dim, vocab)
+            return self.call(aten.scatter.value, blank, node.args[1], node.args[2], True)
+        scatter_dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        blank = self._false([vocab])
+        if scatter_dim % operand.rank != dim:
+            raise Miss(
+                "EPILOGUE_OP",
+                f"{node.target} overwrites whole rows of the logits",
+                "overwrite entries of the vocabulary, or leave the rows out",
+                node,
+            )
+        if node.target is aten.select_scatter.default:
+            return self.call(aten.select_scatter.default, blank, self._true(), 0, node.args[3])
+        bounds = node.args[3:]
+        part = self.call(aten.slice.Tensor, blank, 0, *bounds)
+        ones = self.call(aten.expand.default, self._true(), [size_of(self.call, part, 0)])
+        return self.call(aten.slice_scatter.default, blank, ones, 0, *bounds)
+
+    def _slice_vocab_size(self, operand: Operand) -> Any:
+        """The vocabulary's size at the operand's place."""
+        size = shape(operand.node)[operand.dim]
+        return size if isinstance(size, int) else size_of(self.call, self.weight(), 0)
+
+    def _false(self, sizes: list[Any]) -> Node:
+        device = self.images[0].meta["val"].device
+        return self.call(aten.full.default, sizes, False, dtype=torch.bool, device=device, pin_memory=False)
+
+    def _true(self) -> Node:
+        device = self.images[0].meta["val"].device
+        return self.call(aten.full.default, [], True, dtype=torch.bool, device=device, pin_memory=False)
+
+    def _false_like(self, level: int, dim: int, vocab: Any) -> Node:
+        image = self.images[level]
+        return self._false([vocab if d == dim else size_of(self.call, image, d) for d in range(rank(image))])
+
+
+def rewrite(graph: Graph, site: Site) -> Node:
+    """Replaces ``site`` in ``graph`` by a call of our op and returns the call.
+
+    Raises:
+        Miss: an operand cannot be built; the graph is as it was.
+    """
+    ops = torch.ops.flashsampling
+    editor = GraphEditor(graph, site.output)
+    try:
+        builder = SiteBuilder(editor, site)
+        hidden, weight = builder.hidden(), builder.weight()
+        operands = builder.operands(site.operands)
+        if site.draws:
+            # One seed a site: drawn on the device inside the graph, so that manual_seed reproduces and replays differ.
+            seed = editor.call(prims.inductor_seed.default, hidden.meta["val"].device)
+            call = editor.call(ops.sample.default, hidden, weight, seed, operands, site.program, site.draws)
+            tokens = call if site.sink.target is aten.multinomial.default else editor.call(aten.select.int, call, 1, 0)
+        else:
+            call = tokens = editor.call(ops.argmax.default, hidden, weight, operands, site.program)
+        result = builder.shape_like_sink(tokens)
+    except Miss:
+        editor.undo()
+        raise
+    site.output.replace_all_uses_with(result)
+    return call
+
+
+def erase(graph: Graph, sites: list[Site]) -> None:
+    """Erases what rewritten sites left behind; random ops would survive dead-code elimination."""
+    dead = set().union(*(site.nodes for site in sites))
+    for node in reversed(graph.nodes):
+        if node in dead and not node.users:
+            graph.erase_node(node)
+
+
