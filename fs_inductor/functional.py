@@ -51,7 +51,9 @@ def linear_sample(
     """
     program, operands = _processing(hidden, weight, bias, softcap, mask)
     program.divide(temperature)
-    if num_samples is not None and (isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1):
+    if num_samples is not None and (
+        isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1
+    ):
         raise ValueError(f"num_samples must be a positive int or None, not {num_samples!r}")
     if seed is None:
         seed = _draw_seed(hidden.device, generator)

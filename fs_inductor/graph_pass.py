@@ -48,18 +48,18 @@ class FlashSamplingPass(CustomGraphPass):
             except Exception as error:  # noqa: BLE001 - whatever a strange graph does to us, it must still compile
                 log.exception("recognising %s failed", sink)
                 missed.append((sink, _internal(error)))
-        sites, escaped = check_together(sites)
+        groups, escaped = check_together(sites)
         missed += escaped
         fused: list[Fused] = []
         rewritten: list[Site] = []
-        for site in sites:
+        for group in groups:
             try:
-                call = rewrite(graph, site)
+                call = rewrite(graph, group)
             except Miss as miss:
-                missed.append((site.sink, miss))
+                missed += [(site.sink, miss) for site in group]
                 continue
-            rewritten.append(site)
-            fused.append(_fused_record(site, call))
+            rewritten += group
+            fused += [_fused_record(site, call) for site in group]
         if rewritten:
             erase(graph, rewritten)
             graph.lint()
@@ -70,9 +70,7 @@ class FlashSamplingPass(CustomGraphPass):
         return get_hash_for_files(_sources(), repr(self.options))
 
     def _record(self, graph: Graph, fused: list[Fused], missed: list[tuple[Node, Miss]]) -> None:
-        records = [
-            Missed(_name(sink), location_of(sink), miss.code, miss.reason, miss.hint) for sink, miss in missed
-        ]
+        records = [Missed(_name(sink), location_of(sink), miss.code, miss.reason, miss.hint) for sink, miss in missed]
         for record in (*fused, *records):
             log.info("%s", record)
         self.report.graphs += 1
@@ -141,40 +139,77 @@ def check(site: Site, options: Options) -> None:
         )
 
 
-def check_together(sites: list[Site]) -> tuple[list[Site], list[tuple[Node, Miss]]]:
-    """What concerns sites and the rest of the graph: nobody else may need the logits, and no two sites one head.
+def check_together(sites: list[Site]) -> tuple[list[list[Site]], list[tuple[Node, Miss]]]:
+    """What concerns all the sites of one linear: one op call must serve them all, and nobody else may need the logits.
 
-    Returns the sites that stay, and a Miss for each that does not.
+    Returns the groups of sites that stay, and a Miss for each site that does not.
     """
+    heads: dict[Node, list[Site]] = {}
+    for site in sites:
+        heads.setdefault(site.linear.node, []).append(site)
+    groups: list[list[Site]] = []
     missed: list[tuple[Node, Miss]] = []
-    changed = True
-    while changed:
-        changed = False
-        for site in sites:
-            covered = set().union(*(other.nodes for other in sites if other.linear.node is site.linear.node))
-            escape = _escape(site, covered)
-            if escape is not None:
-                sites = [other for other in sites if other is not site]
-                missed.append((site.sink, escape))
-                changed = True
-                break
-    return sites, missed
+    for group in heads.values():
+        miss = _escape(group) or _not_one_call(group)
+        if miss is None:
+            groups.append(group)
+        else:
+            missed += [(site.sink, miss) for site in group]
+    return groups, missed
 
 
-def _escape(site: Site, covered: set[Node]) -> Miss | None:
-    ends = {site.sink, site.output}
-    for node in site.nodes - ends:
+def _escape(group: list[Site]) -> Miss | None:
+    covered = set().union(*(site.nodes for site in group))
+    ends = {node for site in group for node in (site.sink, site.output)}
+    for node in covered - ends:
         for user in node.users:
             if user not in covered:
-                what = "logits" if node.meta["val"].dim() and not _is_probability(node) else "probabilities"
+                what = "probabilities" if _is_probability(node) else "logits"
+                where = f"used by {_name(user)} at {location_of(user)}" if user.op == "call_function" else "returned"
                 return Miss(
                     "LOGITS_ESCAPE",
-                    f"the {what} are also used by {_name(user) if user.op == 'call_function' else 'the output'}"
-                    f" (at {location_of(user)})" * (user.op == "call_function"),
+                    f"the {what} are also {where}",
                     "return only the tokens, or compute the other result in a separate call",
                     node,
                 )
     return None
+
+
+def _not_one_call(group: list[Site]) -> Miss | None:
+    """Several sinks of one linear are fused only where one kernel call serves them: twice would multiply twice."""
+    rows = {(site.linear_dim, site.path, site.sink_dim) for site in group}
+    draws = {(site.program, tuple(site.operands)) for site in group if site.draws}
+    greedy = {(site.program, tuple(site.operands)) for site in group if not site.draws}
+    outputs = {site.output for site in group}
+    operands = {operand.node for site in group for operand in site.operands}
+    noise = [node for site in group for node in site.noise]
+    if len(rows) > 1:
+        what = "sample different rows or slices of it"
+    elif len(draws) > 1 or len(greedy) > 1:
+        what = "process its logits differently"
+    elif len(noise) != len(set(noise)):
+        what = "share one noise tensor, so their draws are not independent"
+    elif len(group) > 1 and operands & _all_users(outputs):
+        what = "depend on each other"
+    else:
+        return None
+    return Miss(
+        "LOGITS_ESCAPE",
+        f"{len(group)} sinks share this linear and {what}, so one kernel call cannot serve them all",
+        "sample once per linear, or give the sinks the same rows, temperature and masks",
+        group[0].linear.node,
+    )
+
+
+def _all_users(nodes: Iterable[Node]) -> set[Node]:
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        for user in stack.pop().users:
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return seen
 
 
 def _is_probability(node: Node) -> bool:
@@ -234,5 +269,3 @@ class PassSequence(CustomGraphPass):
         """None, which turns Inductor's cache off, as soon as one pass has no uuid."""
         ids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
         return None if None in ids else tuple(ids)
-
-

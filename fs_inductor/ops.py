@@ -15,6 +15,11 @@ _library.define(
     "sample(Tensor hidden, Tensor weight, Tensor seed, Tensor[] operands, str program, int num_samples=1) -> Tensor",
     tags=_tags,
 )
+_library.define(
+    "sample_and_argmax(Tensor hidden, Tensor weight, Tensor seed, Tensor[] operands, str program, str greedy_program, "
+    "int num_samples=1) -> (Tensor, Tensor)",
+    tags=_tags,
+)
 _library.define("argmax(Tensor hidden, Tensor weight, Tensor[] operands, str program) -> Tensor", tags=_tags)
 
 
@@ -31,10 +36,27 @@ def sample(
         ValueError, TypeError: an argument of wrong rank, size, dtype, device or value.
     """
     _check(hidden, weight, operands, program)
-    _check_seed(seed, hidden)
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, not {num_samples}")
+    _check_sampling(seed, hidden, num_samples)
     return _implementation(hidden).sample(hidden, weight, seed, list(operands), program, num_samples)
+
+
+def sample_and_argmax(
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    operands: Sequence[Tensor],
+    program: str,
+    greedy_program: str,
+    num_samples: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """``torch.ops.flashsampling.sample_and_argmax``: `sample` of one program and `argmax` of another, over one product.
+
+    Both programs read from the same ``operands``. Returns int64 ``[B, num_samples]`` and ``[B]``.
+    """
+    _check(hidden, weight, operands, program, greedy_program)
+    _check_sampling(seed, hidden, num_samples)
+    args = (hidden, weight, seed, list(operands), program, greedy_program, num_samples)
+    return _implementation(hidden).sample_and_argmax(*args)
 
 
 def argmax(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: str) -> Tensor:
@@ -50,15 +72,24 @@ def _fake_sample(hidden, weight, seed, operands, program, num_samples=1):
     return hidden.new_empty((hidden.shape[0], num_samples), dtype=torch.int64)
 
 
+def _fake_sample_and_argmax(hidden, weight, seed, operands, program, greedy_program, num_samples=1):
+    return _fake_sample(hidden, weight, seed, operands, program, num_samples), _fake_argmax(
+        hidden, weight, operands, ""
+    )
+
+
 def _fake_argmax(hidden, weight, operands, program):
     return hidden.new_empty((hidden.shape[0],), dtype=torch.int64)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("sample", sample, _key)
-    _library.impl("argmax", argmax, _key)
-torch.library.register_fake("flashsampling::sample", _fake_sample, lib=_library)
-torch.library.register_fake("flashsampling::argmax", _fake_argmax, lib=_library)
+for _name, _function, _fake in (
+    ("sample", sample, _fake_sample),
+    ("sample_and_argmax", sample_and_argmax, _fake_sample_and_argmax),
+    ("argmax", argmax, _fake_argmax),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
 
 
 def _implementation(hidden: Tensor):
@@ -95,13 +126,13 @@ def check_matrices(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError("weight has no rows: there is no token to draw")
 
 
-def _check(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: str) -> None:
+def _check(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], *programs: str) -> None:
     from .kernels.epilogue import Program
 
     check_matrices(hidden, weight)
     if hidden.dim() != 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be [B, D]")
-    wanted = Program.parse(program).num_operands
+    wanted = max(Program.parse(program).num_operands for program in programs)
     if wanted != len(operands):
         raise ValueError(f"the program reads {wanted} operands, but {len(operands)} were passed")
     rows, vocab = hidden.shape[0], weight.shape[0]
@@ -112,10 +143,14 @@ def _check(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: 
             raise TypeError(f"operands[{i}] has dtype {x.dtype}; it must be real or bool")
         sizes = (1, 1, *x.shape)[-2:]
         if x.dim() > 2 or sizes[0] not in (1, rows) or sizes[1] not in (1, vocab):
-            raise ValueError(f"operands[{i}] of shape {tuple(x.shape)} does not broadcast to [B, V] = [{rows}, {vocab}]")
+            raise ValueError(
+                f"operands[{i}] of shape {tuple(x.shape)} does not broadcast to [B, V] = [{rows}, {vocab}]"
+            )
 
 
-def _check_seed(seed: Tensor, hidden: Tensor) -> None:
+def _check_sampling(seed: Tensor, hidden: Tensor, num_samples: int) -> None:
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, not {num_samples}")
     if seed.dtype is not torch.int64:
         raise TypeError(f"seed has dtype {seed.dtype}; it must be int64")
     if seed.device != hidden.device:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._dynamo.utils import detect_fake_mode
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -198,31 +201,69 @@ class SiteBuilder:
         return self._false([vocab if d == dim else size_of(self.call, image, d) for d in range(rank(image))])
 
 
-def rewrite(graph: Graph, site: Site) -> Node:
-    """Replaces ``site`` in ``graph`` by a call of our op and returns the call.
+def rewrite(graph: Graph, group: list[Site]) -> Node:
+    """Replaces the sites of ``group``, which share their linear, by one op call and returns the call.
+
+    Draws of one program become the columns of one ``sample``; greedy sinks beside them make it ``sample_and_argmax``.
 
     Raises:
         Miss: an operand cannot be built; the graph is as it was.
     """
     ops = torch.ops.flashsampling
-    editor = GraphEditor(graph, site.output)
+    draws = [site for site in group if site.draws]
+    greedy = [site for site in group if not site.draws]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    editor = GraphEditor(graph, min((site.output for site in group), key=order.__getitem__))
     try:
-        builder = SiteBuilder(editor, site)
+        builder = SiteBuilder(editor, group[0])
         hidden, weight = builder.hidden(), builder.weight()
-        operands = builder.operands(site.operands)
-        if site.draws:
-            # One seed a site: drawn on the device inside the graph, so that manual_seed reproduces and replays differ.
+        program, operands, greedy_program = _merge_programs(draws, greedy)
+        tensors = builder.operands(operands)
+        total = sum(site.draws for site in draws)
+        if draws:
+            # One seed a call: drawn on the device inside the graph, so that manual_seed reproduces and replays differ.
             seed = editor.call(prims.inductor_seed.default, hidden.meta["val"].device)
-            call = editor.call(ops.sample.default, hidden, weight, seed, operands, site.program, site.draws)
-            tokens = call if site.sink.target is aten.multinomial.default else editor.call(aten.select.int, call, 1, 0)
+        if draws and greedy:
+            args = (hidden, weight, seed, tensors, program, greedy_program, total)
+            call = editor.call(ops.sample_and_argmax.default, *args)
+            drawn, best = (editor.call(operator.getitem, call, i) for i in (0, 1))
+        elif draws:
+            call = drawn = editor.call(ops.sample.default, hidden, weight, seed, tensors, program, total)
         else:
-            call = tokens = editor.call(ops.argmax.default, hidden, weight, operands, site.program)
-        result = builder.shape_like_sink(tokens)
+            call = best = editor.call(ops.argmax.default, hidden, weight, tensors, greedy_program)
+        results = [(site, SiteBuilder(editor, site).shape_like_sink(best)) for site in greedy]
+        first = 0
+        for site in draws:
+            mine = drawn
+            if site.draws != total:
+                mine = editor.call(aten.slice.Tensor, drawn, 1, first, first + site.draws)
+            first += site.draws
+            if site.sink.target is not aten.multinomial.default:
+                mine = editor.call(aten.select.int, mine, 1, 0)
+            results.append((site, SiteBuilder(editor, site).shape_like_sink(mine)))
     except Miss:
         editor.undo()
         raise
-    site.output.replace_all_uses_with(result)
+    for site, result in results:
+        site.output.replace_all_uses_with(result)
+    # Operands of a later sink may stand below the place of the first.
+    stable_topological_sort(graph)
     return call
+
+
+def _merge_programs(draws: list[Site], greedy: list[Site]) -> tuple[str, list[Operand], str]:
+    """The programs of the draws and of the greedy sinks over one list of operands."""
+    operands = list(draws[0].operands if draws else greedy[0].operands)
+    program = draws[0].program if draws else ""
+    if not greedy:
+        return program, operands, ""
+    names = []
+    for operand in greedy[0].operands:
+        if operand not in operands:
+            operands.append(operand)
+        names.append(f"a{operands.index(operand)}")
+    greedy_program = re.sub(r"\ba(\d+)\b", lambda m: names[int(m[1])], greedy[0].program)
+    return program, operands, greedy_program
 
 
 def erase(graph: Graph, sites: list[Site]) -> None:
@@ -231,5 +272,4 @@ def erase(graph: Graph, sites: list[Site]) -> None:
     for node in reversed(graph.nodes):
         if node in dead and not node.users:
             graph.erase_node(node)
-
-
+    graph.eliminate_dead_code()

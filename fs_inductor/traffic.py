@@ -27,4 +27,3 @@ def bytes_saved(draws: int, logit_bytes: int, row_noise: bool) -> sympy.Expr:
     probabilities = BATCH * VOCAB * 4
     race = 0 if row_noise else 2 * probabilities
     return 3 * logits + 2 * probabilities + race
-

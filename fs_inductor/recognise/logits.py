@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .linear import REDUCTIONS, Linear, barrier_miss
 from .miss import Miss
@@ -113,6 +114,10 @@ class Walk:
             return self.literal(FILL_LIKE[node.target](node), node.meta["val"].dtype)
         if node.target in CASTS:
             return self._cast(self.value(node.args[0], dim, path), node)
+        if node.target is aten.slice_scatter.default and same_shape(node.args[1], node):
+            # Dynamic shapes wrap `l[:, ids] = x` in a slice that covers everything.
+            self.absorb(node.args[0])
+            return self.value(node.args[1], dim, path)
         if node.target in SCATTER_TARGETS:
             mask, number = self._scatter(node, dim, path)
             return self._round(self.emit("where", mask, number, self.value(node.args[0], dim, path)), node)
@@ -144,7 +149,9 @@ class Walk:
         if not self._peels(node, dim):
             return self.value(node, dim, path)
         if target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(args[0], Node) and args[0] in self.dependents:
-            if not (isinstance(args[1], Node) and args[1] in self.dependents) and self._is_row_constant(args[1], node, dim):
+            if not (isinstance(args[1], Node) and args[1] in self.dependents) and self._is_row_constant(
+                args[1], node, dim
+            ):
                 other = self._argument(args[1], node, dim, path)
                 return self.emit("mul" if target is aten.mul.Tensor else "div", self.logit(args[0], dim, path), other)
         masked = self._masked(node, dim, path, -math.inf)
@@ -248,6 +255,8 @@ class Walk:
             values = [self._as_float(v) for v in values]
         if dtype is None:
             dtype = torch.bool if op in BOOLEAN else _common_dtype(op, values)
+        if op == "where" and values[0].text == "false":
+            return values[2]
         call = f"{op}({', '.join(v.text for v in values)})"
         for i, statement in enumerate(self.statements):
             if statement == call:
@@ -261,7 +270,8 @@ class Walk:
         if isinstance(number, complex) or not isinstance(number, (int, float)):
             raise Miss("EPILOGUE_OP", f"{number!r} is not a real number", "use real numbers in the logit processing")
         if dtype in LOW_PRECISION:
-            number = torch.tensor(float(number), dtype=dtype).item()
+            with _disable_current_modes():
+                number = torch.tensor(float(number), dtype=dtype).item()
         return Value(repr(float(number)), dtype, float(number))
 
     def operand(self, node: Node, at_rank: int, dim: int, path: Path, scatter: bool = False) -> Value:
@@ -408,8 +418,12 @@ class Walk:
     def _scatter(self, node: Node, dim: int, path: Path) -> tuple[Value, Value]:
         """``node`` overwrites some logits with one number: the mask (an operand built by the rewrite) and the number."""
         number = self._overwriting_number(node)
-        if number is None or any(isinstance(a, Node) and a in self.dependents for a in _scatter_indices(node)):
-            raise Miss(
+        computed = [a for a in _scatter_indices(node) if isinstance(a, Node) and a in self.dependents]
+        if number is not None and len(computed) == 1 and same_shape(computed[0], node):
+            if computed[0].meta["val"].dtype is torch.bool:
+                return self.value(computed[0], dim, path), number
+        if number is None or computed:
+            raise self.known_barrier(node) or Miss(
                 "EPILOGUE_OP",
                 f"{node.target} writes values that are not one number into the logits",
                 "write one number (such as -inf), or add a [V] or [B, V] tensor to the logits instead",
@@ -453,11 +467,12 @@ def constant_of(node: Any) -> float | bool | None:
         return constant_of(node.args[1])
     if node.target in FILL_LIKE:
         return constant_of(FILL_LIKE[node.target](node))
-    if node.op == "get_attr":
+    if node.op == "get_attr" and node.target.startswith("_tensor_constant"):
         tensor = getattr(node.graph.owning_module, node.target, None)
         is_real = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch._subclasses.FakeTensor)
-        if is_real and tensor.numel() == 1 and not isinstance(tensor, torch.nn.Parameter):
-            return tensor.item()
+        if is_real and tensor.numel() == 1:
+            with _disable_current_modes():
+                return tensor.item()
     return None
 
 
@@ -471,15 +486,19 @@ def program_text(statements: list[str], result: str, operands: list[Operand]) ->
     for i in reversed(range(len(statements))):
         if f"x{i}" in needed:
             needed.update(_arguments(statements[i]))
-    names = {"acc": "acc"}
-    kept = [operand for i, operand in enumerate(operands) if f"a{i}" in needed]
-    names.update((f"a{i}", f"a{kept.index(operand)}") for i, operand in enumerate(operands) if f"a{i}" in needed)
-    lines = []
+    names: dict[str, str] = {}
+    kept: list[Operand] = []
+    lines: list[str] = []
     for i, statement in enumerate(statements):
-        if f"x{i}" in needed:
-            names[f"x{i}"] = f"x{len(lines)}"
-            arguments = ", ".join(names.get(a, a) for a in _arguments(statement))
-            lines.append(f"x{len(lines)} = {statement.partition('(')[0]}({arguments})")
+        if f"x{i}" not in needed:
+            continue
+        for name in _arguments(statement):
+            if name[0] == "a" and name[1:].isdigit() and name not in names:
+                names[name] = f"a{len(kept)}"
+                kept.append(operands[int(name[1:])])
+        names[f"x{i}"] = f"x{len(lines)}"
+        arguments = ", ".join(names.get(a, a) for a in _arguments(statement))
+        lines.append(f"x{len(lines)} = {statement.partition('(')[0]}({arguments})")
     return "; ".join(lines), kept
 
 
@@ -497,7 +516,9 @@ _SELECTING = {t for t, name in ((t, str(t)) for t in POINTWISE) if any(w in name
 
 def _common_dtype(op: str, values: list[Value]) -> torch.dtype:
     """The dtype a result is known to be exact in without rounding."""
-    dtypes = {v.dtype for v in values if v.dtype is not torch.bool and not (v.number is not None and math.isinf(v.number))}
+    dtypes = {
+        v.dtype for v in values if v.dtype is not torch.bool and not (v.number is not None and math.isinf(v.number))
+    }
     return dtypes.pop() if op in EXACT and len(dtypes) == 1 else torch.float32
 
 

@@ -81,9 +81,7 @@ def recognise(sink: Node) -> Site | None:
     if walk.path is None:
         raise Miss("NO_LINEAR", "the sampled values do not depend on the linear", "remove the unused LM head", sink)
     nodes = walk.visited | noise_nodes | {sink, output}
-    return Site(
-        sink, output, draws, linear, walk.linear_dim, walk.path, dim, program, operands, nodes, noise_nodes
-    )
+    return Site(sink, output, draws, linear, walk.linear_dim, walk.path, dim, program, operands, nodes, noise_nodes)
 
 
 def _sink(sink: Node) -> tuple[Node | None, int, int]:
@@ -107,9 +105,7 @@ def _sink(sink: Node) -> tuple[Node | None, int, int]:
         if dim is None:
             wide = [i for i, size in enumerate(shape(x)) if not same(size, 1)]
             if len(wide) > 1:
-                raise Miss(
-                    "SAMPLING_DIM", "argmax runs over all dimensions, not one", "pass dim=-1 to argmax", sink
-                )
+                raise Miss("SAMPLING_DIM", "argmax runs over all dimensions, not one", "pass dim=-1 to argmax", sink)
             dim = wide[0] if wide else -1
         return sink, dim % max(rank(x), 1), 0
     index = _index_output(sink)
