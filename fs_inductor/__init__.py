@@ -3,10 +3,23 @@
 Importing this package is not needed for the backend: torch finds it by its entry point.
 """
 
-from .explaining import explain
+from typing import Any
+
 from .functional import linear_argmax, linear_sample
 from .options import Options
-from .report import NotFusedError
 
 __all__ = ["NotFusedError", "Options", "explain", "linear_argmax", "linear_sample"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # These two need the compiler, which takes seconds to import; the plain functions do not.
+    if name == "explain":
+        from .explaining import explain
+
+        return explain
+    if name == "NotFusedError":
+        from .report import NotFusedError
+
+        return NotFusedError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

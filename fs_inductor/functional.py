@@ -32,9 +32,9 @@ def linear_sample(
         hidden: ``[..., D]``, bfloat16, float16 or float32.
         weight: ``[V, D]``, same dtype and device, any strides.
         bias: ``[V]`` (the linear's own) or broadcastable to ``[..., V]`` (added to the logits).
-        temperature: a number > 0, or a tensor: 0-d, or one temperature a row, ``[...]`` or ``[..., 1]``. CPU tensors are
-            checked; the values of a GPU tensor are not, since that would wait for the GPU: a row whose temperature is
-            not positive gets some token in ``[0, V)``.
+        temperature: a number > 0, or a tensor: 0-d, or one temperature a row, ``[...]`` or ``[..., 1]``. The values of
+            a CPU tensor are checked; those of a GPU tensor are not, since that would wait for the GPU: a row whose
+            temperature is not positive gets some token in ``[0, V)``.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         mask: bool, broadcastable to ``[..., V]``; True entries are never drawn.
         seed: int64, 0-d, or ``[...]`` for a seed a row. The same seed gives the same tokens; with a seed a row, a row's

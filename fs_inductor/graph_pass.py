@@ -45,7 +45,7 @@ class FlashSamplingPass(CustomGraphPass):
                     sites.append(site)
             except Miss as miss:
                 missed.append((sink, miss))
-            except Exception as error:  # noqa: BLE001 - whatever a strange graph does to us, it must still compile
+            except Exception as error:  # whatever a strange graph does to us, it must still compile
                 log.exception("recognising %s failed", sink)
                 missed.append((sink, _internal(error)))
         groups, escaped = check_together(sites)

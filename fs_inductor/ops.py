@@ -60,7 +60,7 @@ def sample_and_argmax(
 
 
 def argmax(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: str) -> Tensor:
-    """``torch.ops.flashsampling.argmax``: the id of the largest ``program(hidden @ weight.T)``, the lowest among equals.
+    """``torch.ops.flashsampling.argmax``: the id of the largest ``program(hidden @ weight.T)``, lowest of equals.
 
     Arguments and errors as for `sample`. Returns int64 ``[B]``.
     """
@@ -106,7 +106,7 @@ def _implementation(hidden: Tensor):
 
 
 def check_matrices(hidden: Tensor, weight: Tensor) -> None:
-    """Raises ValueError or TypeError unless ``hidden`` is ``[..., D]`` and ``weight`` ``[V, D]`` of one dtype and device."""
+    """Raises ValueError or TypeError unless ``hidden`` is ``[..., D]`` and ``weight`` ``[V, D]``, of one kind."""
     for name, x in (("hidden", hidden), ("weight", weight)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")

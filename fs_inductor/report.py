@@ -34,7 +34,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Missed:
-    """One sink left alone: ``code`` is stable, ``reason`` says why, ``hint`` what to change. See README, "Miss codes"."""
+    """One sink left alone: ``code`` is stable, ``reason`` says why, ``hint`` what to change (README, "Miss codes")."""
 
     sink: str
     location: str
@@ -87,7 +87,7 @@ class Report:
 
 
 class NotFusedError(ShortenTraceback):
-    """Raised at compile time under ``flashsampling.strict`` when a sink was not fused. ``report`` says which and why."""
+    """A sink was not fused, under ``flashsampling.strict``. Raised at compile time; ``report`` says which and why."""
 
     def __init__(self, report: Report):
         # A ShortenTraceback passes through Dynamo and Inductor as it is, where others arrive wrapped.

@@ -91,7 +91,7 @@ class SiteBuilder:
                     sizes.append(1)
         return self.call(aten.reshape.default, tokens, sizes)
 
-    # -- tensors in the place of the logits ---------------------------------------------------------------------------
+    # -- tensors in the place of the logits -------------------------------------------------------------------------
 
     def _rows(self, x: Node) -> Node:
         """``x``, shaped like the sink's input but for the vocabulary dimension, as a matrix of rows."""
@@ -148,10 +148,10 @@ class SiteBuilder:
         ]
         return node if all(size == -1 for size in sizes) else self.call(aten.expand.default, node, sizes)
 
-    # -- masks of overwritten logits ------------------------------------------------------------------------------------
+    # -- masks of overwritten logits --------------------------------------------------------------------------------
 
     def _mask(self, operand: Operand, level: int) -> Node:
-        """A bool tensor, True where the graph overwrites logits: ``[V]`` where all rows agree, else the logits' shape."""
+        """A bool tensor, True where the graph overwrites logits: ``[V]`` if all rows agree, else the logits' shape."""
         node, dim = operand.node, operand.dim
         vocab = self._slice_vocab_size(operand)
         if node.target is aten.index_put.default:

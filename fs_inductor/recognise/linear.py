@@ -30,7 +30,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Linear:
-    """``node = hidden @ weight.T (+ bias)`` in one of its ATen spellings: mm, addmm, a bmm over one batch, mul + sum."""
+    """``node = hidden @ weight.T (+ bias)`` in an ATen spelling: mm, addmm, a bmm over one batch, mul + sum."""
 
     node: Node
     left: Node

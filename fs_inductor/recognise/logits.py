@@ -75,7 +75,7 @@ class Walk:
     # -- the three modes ------------------------------------------------------------------------------------------
 
     def value(self, node: Any, dim: int, path: Path) -> Value:
-        """``node`` itself; ``dim`` is the vocabulary's position in it, ``path`` the shape ops between it and the sink."""
+        """``node`` itself; ``dim`` is the vocabulary's position in it, ``path`` the shape ops from it to the sink."""
         return self._visit("value", self._value, node, dim, path)
 
     def logit(self, node: Node, dim: int, path: Path) -> Value:
@@ -178,7 +178,7 @@ class Walk:
         raise self._unsupported(node)
 
     def is_weight(self, node: Any, dim: int) -> bool:
-        """Whether `log_weight` can take ``node``: an exponential, normalised, scaled, masked with zeros, or reshaped."""
+        """Whether `log_weight` can take ``node``: an exponential, normalised, scaled, zeroed in places, or reshaped."""
         if not isinstance(node, Node) or node not in self.dependents:
             return False
         if is_identity(node) or (node.target in CASTS and node.meta["val"].dtype.is_floating_point):
@@ -329,7 +329,7 @@ class Walk:
         return Miss("EPILOGUE_OP", reason, "move this op out of the logit processing, or keep the site unfused", node)
 
     def known_barrier(self, node: Any) -> Miss | None:
-        """The telling miss for a filter (top-k, top-p) or collective between ``node`` and the linear, if there is one."""
+        """The telling miss for a filter (top-k, top-p) or a collective between ``node`` and the linear, if any."""
         stack, seen = [node], set()
         while stack:
             node = stack.pop()
@@ -416,7 +416,7 @@ class Walk:
         return (self.emit("logical_not", value) if negated else value), inner
 
     def _scatter(self, node: Node, dim: int, path: Path) -> tuple[Value, Value]:
-        """``node`` overwrites some logits with one number: the mask (an operand built by the rewrite) and the number."""
+        """``node`` overwrites some logits with one number: the mask (an operand the rewrite builds) and the number."""
         number = self._overwriting_number(node)
         computed = [a for a in _scatter_indices(node) if isinstance(a, Node) and a in self.dependents]
         if number is not None and len(computed) == 1 and same_shape(computed[0], node):

@@ -26,7 +26,7 @@ CODES = (
 
 
 class Miss(Exception):
-    """A sink that is not fused: ``code`` (one of CODES), ``reason`` and ``hint`` (sentences), ``node`` (the culprit)."""
+    """A sink that is not fused: ``code`` (of CODES), ``reason`` and ``hint`` (sentences), ``node`` (the culprit)."""
 
     def __init__(self, code: str, reason: str, hint: str, node: Node | None = None):
         assert code in CODES, code

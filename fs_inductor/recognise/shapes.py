@@ -177,7 +177,7 @@ def _expand(node: Node, dim: int) -> int:
 
 def _index(node: Node, dim: int) -> int:
     """Advanced indexing of row dimensions. Adjacent index tensors leave their result in place."""
-    x, indices = node.args
+    indices = node.args[1]
     used = [i for i, index in enumerate(indices) if index is not None]
     index_vals = [indices[i].meta["val"] for i in used]
     if any(v.dtype in (torch.bool, torch.uint8) for v in index_vals):
