@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,21 +34,39 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         report = Report()
+        located: list[str] = []
 
         def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+            reason = getattr(gm, "compile_subgraph_reason", None)
+            if reason is not None and reason.graph_break:
+                located.append(reason.reason)
+                report.graph_breaks.append(_sentence(reason.reason, reason.user_stack))
             return compile_graph(gm, example_inputs, None, relaxed, report)
 
         before = dict(counters["graph_break"])
         torch._dynamo.reset()
         with inductor_config.patch(force_disable_caches=True):
             torch.compile(original, backend=backend, dynamic=dynamic)(*args, **kwargs)
-        report.graph_breaks = [
-            _one_line(reason) for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)
-        ]
+        # A break before the first tensor op leaves no graph to carry its place.
+        new = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+        report.graph_breaks += [_sentence(reason, ()) for reason in new if reason not in located]
         return report
 
     return explained
 
 
-def _one_line(reason: str) -> str:
-    return " ".join(reason.split())
+def _sentence(reason: str, stack: Sequence[Any]) -> str:
+    """Dynamo's reason for a graph break, where it says what happened and what it needs, without its debugging notes."""
+    text = " ".join(re.split(r"Developer debug context:|For more details about", reason)[0].split())
+    what, *hints = re.split(r" Hint: ", text.replace(" Explanation: ", ": "))
+    ours = [hint for word, hint in _HINTS.items() if word in reason]
+    where = f"{stack[-1].filename}:{stack[-1].lineno} ({stack[-1].name}): " if stack else ""
+    return where + " What to do: ".join([what, *(ours or hints)[:1]])
+
+
+# What to do about the breaks that sampling code is known for.
+_HINTS = {
+    "Generator": "drop generator=: the compiled step follows torch.manual_seed; or call fs_inductor.linear_sample.",
+    "Tensor.item()": "keep the value in a tensor: divide by a temperature tensor, choose with torch.where.",
+    "data-dependent": "choose with torch.where instead of a Python branch on a tensor.",
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import sympy
@@ -66,6 +67,11 @@ class Report:
         head = f"flashsampling: {len(self.fused)} fused, {len(self.missed)} missed"
         lines = [head, *map(str, self.fused), *map(str, self.missed)]
         lines += [f"break   {text}" for text in self.graph_breaks]
+        if self.graph_breaks:
+            lines.append(
+                "        what stands before and after a graph break is compiled apart: an LM head and its sampling "
+                "on different sides are not fused"
+            )
         if not self.fused and not self.missed:
             lines.append(self._nothing_found())
         return "\n".join(lines)
@@ -104,6 +110,8 @@ def location_of(node: Node) -> str:
             file, _, rest = lines[i][5:].partition(", line ")
             number, _, function = rest.partition(", in ")
             code = lines[i + 1] if i + 1 < len(lines) else ""
+            # After a graph break Dynamo runs the rest of `step` as `torch_dynamo_resume_in_step_at_12`.
+            function = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", function)
             name = file.strip('"')
             return f"{name}:{number} ({function}) {code}".strip()
     return "(no source location)"
