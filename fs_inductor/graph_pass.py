@@ -128,7 +128,21 @@ def check(site: Site, options: Options) -> None:
             "unset torch._inductor.config.fallback_random to fuse draws; greedy sinks are fused either way",
             site.sink,
         )
+    if site.gather is not None and not options.tp:
+        raise Miss(
+            "TP_LAYOUT",
+            "the vocabulary is sharded over ranks, and flashsampling.tp is False",
+            "set options={'flashsampling.tp': True}, the default, on all ranks",
+            site.sink,
+        )
     vocab = shape(site.sink.args[0])[site.sink_dim]
+    if site.gather is not None and not isinstance(vocab, int):
+        raise Miss(
+            "TP_LAYOUT",
+            "the size of the sharded vocabulary is not known at compile time",
+            "let only the batch be dynamic",
+            site.sink,
+        )
     smallest = options.smallest_vocab(device)
     if isinstance(vocab, int) and vocab < smallest:
         raise Miss(
@@ -191,6 +205,8 @@ def _not_one_call(group: list[Site]) -> Miss | None:
         what = "share one noise tensor, so their draws are not independent"
     elif len(group) > 1 and operands & _all_users(outputs):
         what = "depend on each other"
+    elif draws and greedy and group[0].gather is not None:
+        what = "are both greedy and drawn, which a sharded vocabulary does not support yet"
     else:
         return None
     return Miss(

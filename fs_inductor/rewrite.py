@@ -13,6 +13,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from .recognise.gather import GatherStep
 from .recognise.logits import Operand
 from .recognise.miss import Miss
 from .recognise.shapes import ShapeStep, rank, same, shape, size_of
@@ -68,6 +69,10 @@ class SiteBuilder:
         weight = self.site.linear.vocab_weight(self.call, self.site.linear_dim)
         return self._slice_vocab(weight, 0, self.site.path)
 
+    def vocab(self) -> int:
+        """Size of the whole vocabulary, padding of a sharded one excluded."""
+        return shape(self.site.sink.args[0])[self.site.sink_dim]
+
     def operands(self, operands: list[Operand]) -> list[Node]:
         return [self._operand(operand) for operand in operands]
 
@@ -105,6 +110,8 @@ class SiteBuilder:
 
     def _slice_vocab(self, x: Node, dim: int, path: tuple[ShapeStep, ...]) -> Node:
         for step in path:
+            if isinstance(step, GatherStep):
+                break  # what follows slices the whole vocabulary, and this is one rank's shard
             if step.slices_vocab:
                 _, _, *bounds = step.node.args
                 x = self.call(aten.slice.Tensor, x, dim, *bounds)
@@ -134,6 +141,7 @@ class SiteBuilder:
         if operand.path or lead:
             node = self._expand_rows(node, operand, level)
         for step in operand.path:
+            spans_vocab = spans_vocab and not isinstance(step, GatherStep)
             node = step.replay(self.call, node, spans_vocab)
         return self._rows(node)
 
@@ -223,7 +231,15 @@ def rewrite(graph: Graph, group: list[Site]) -> Node:
         if draws:
             # One seed a call: drawn on the device inside the graph, so that manual_seed reproduces and replays differ.
             seed = editor.call(prims.inductor_seed.default, hidden.meta["val"].device)
-        if draws and greedy:
+        gather = group[0].gather
+        if gather is not None:
+            shard = (builder.vocab(), gather.capacity, gather.group)
+            if draws:
+                args = (hidden, weight, seed, tensors, program, total, *shard)
+                call = drawn = editor.call(ops.sample_sharded.default, *args)
+            else:
+                call = best = editor.call(ops.argmax_sharded.default, hidden, weight, tensors, greedy_program, *shard)
+        elif draws and greedy:
             args = (hidden, weight, seed, tensors, program, greedy_program, total)
             call = editor.call(ops.sample_and_argmax.default, *args)
             drawn, best = (editor.call(operator.getitem, call, i) for i in (0, 1))

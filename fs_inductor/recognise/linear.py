@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from .gather import GATHER_TARGETS
 from .miss import Miss
 from .pointwise import POINTWISE_TARGETS, SCATTER_TARGETS
 from .shapes import SHAPE_TARGETS, Call, rank, same, shape
@@ -24,7 +25,7 @@ REDUCTIONS = {
     aten._softmax.default,
     aten._log_softmax.default,
 }
-PASSABLE = POINTWISE_TARGETS | SCATTER_TARGETS | SHAPE_TARGETS | REDUCTIONS
+PASSABLE = POINTWISE_TARGETS | SCATTER_TARGETS | SHAPE_TARGETS | GATHER_TARGETS | REDUCTIONS
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -122,13 +123,15 @@ def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
         linear = Linear.match(node)
         if linear is not None:
             found.append(linear)
-        elif node.target in PASSABLE or _is_getitem_of_max(node):
+        elif node.target in PASSABLE or _is_getitem(node):
             stack.extend(node.all_input_nodes)
         else:
             barriers.append(node)
     if not found:
         raise barrier_miss(barriers)
-    head = max(found, key=lambda linear: linear.weight_numel())
+    gathered = any(node.target in GATHER_TARGETS for node in seen)
+    # Behind a gather the weight's size differs between ranks, and all must choose alike.
+    head = max(found, key=lambda linear: shape(linear.left)[-1] if gathered else linear.weight_numel())
     return head, _dependents(head)
 
 
@@ -153,9 +156,9 @@ def barrier_miss(barriers: Iterable[Node]) -> Miss:
 _BARRIERS = (
     (
         "TP_LAYOUT",
-        ("all_gather", "wait_tensor", "all_reduce"),
-        "stands between the linear and the sink: the vocabulary is sharded over ranks",
-        "sampling from a sharded LM head is not fused yet; the graph is left as it was",
+        ("c10d", "all_gather", "wait_tensor", "all_reduce"),
+        "stands between the linear and the sink in a form that is not known",
+        "shard the LM head's output dimension over one process group (ColwiseParallel) and gather it once",
     ),
     (
         "TOP_K",
@@ -178,8 +181,8 @@ _BARRIERS = (
 )
 
 
-def _is_getitem_of_max(node: Node) -> bool:
-    return node.target is operator.getitem and node.args[0].target is aten.max.dim
+def _is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem and node.args[0].target in (aten.max.dim, aten.split.Tensor)
 
 
 def _dependents(head: Linear) -> set[Node]:

@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .gather import GATHER_TARGETS, match_gather
 from .linear import REDUCTIONS, Linear, barrier_miss
 from .miss import Miss
 from .pointwise import BOOLEAN, CASTS, EXACT, FILL_LIKE, POINTWISE, SCATTER_TARGETS
@@ -71,6 +72,16 @@ class Walk:
     linear_dim: int | None = None
     path: Path | None = None
     _memo: dict[tuple[str, Node], tuple[Path, Value]] = field(default_factory=dict)
+    _sharded: set[Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        # Before a gather each rank has a shard: a row statistic there differs between ranks and is no constant.
+        stack = [node for node in self.dependents if node.target in GATHER_TARGETS]
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node in self.dependents and node not in self._sharded:
+                    self._sharded.add(node)
+                    stack.append(node)
 
     # -- the three modes ------------------------------------------------------------------------------------------
 
@@ -96,9 +107,13 @@ class Walk:
             return known[1]
         self.visited.add(node)
         inner = node.args[0] if node.args else None
-        step = None if is_identity(node) else step_back(node, dim)
+        gather = None if node is self.linear.node else match_gather(node, dim)
+        step = None if is_identity(node) or gather is not None else step_back(node, dim)
         if node is self.linear.node:
             result = self._product(dim, path)
+        elif gather is not None:
+            self.visited.update(gather.parts)
+            result = getattr(self, mode)(gather.inner, dim, (gather, *path))
         elif is_identity(node):
             result = getattr(self, mode)(inner, dim, path)
         elif step is not None:
@@ -183,6 +198,9 @@ class Walk:
             return False
         if is_identity(node) or (node.target in CASTS and node.meta["val"].dtype.is_floating_point):
             return self.is_weight(node.args[0], dim)
+        gather = match_gather(node, dim)
+        if gather is not None:
+            return self.is_weight(gather.inner, dim)
         step = step_back(node, dim)
         if step is not None:
             return self.is_weight(node.args[0], step.dim_in)
@@ -355,7 +373,9 @@ class Walk:
 
     def _is_row_statistic(self, arg: Any, node: Node, dim: int) -> bool:
         """A constant per row computed from the logits: a maximum, a log-sum-exp."""
-        return isinstance(arg, Node) and arg in self.dependents and self._is_row_constant(arg, node, dim)
+        if not isinstance(arg, Node) or arg not in self.dependents or node in self._sharded:
+            return False
+        return self._is_row_constant(arg, node, dim)
 
     def _is_positive_row_constant(self, arg: Any, node: Node, dim: int) -> bool:
         """A sum of exponentials over the vocabulary, perhaps clamped from below, per row."""
@@ -378,6 +398,9 @@ class Walk:
             return False
         if is_identity(node) or (node.target in CASTS and node.meta["val"].dtype.is_floating_point):
             return self._peels(node.args[0], dim)
+        gather = match_gather(node, dim)
+        if gather is not None:
+            return self._peels(gather.inner, dim)
         step = step_back(node, dim)
         if step is not None:
             return self._peels(node.args[0], step.dim_in)

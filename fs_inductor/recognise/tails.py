@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from . import noise
+from .gather import GatherStep, gather_of, match_gather
 from .linear import PASSABLE, Linear, find_linear
 from .logits import Operand, Path, Value, Walk, constant_of
 from .miss import Miss
@@ -36,6 +37,7 @@ class Site:
     path: the shape ops from the product to the sink's input; sink_dim: the vocabulary's position there.
     program, operands: the epilogue program's text and what it reads.
     nodes: all nodes between the linear and the sink, both included; noise: the random nodes a draw replaces.
+    gather: the all-gather on the path, where the vocabulary is sharded over ranks.
     """
 
     sink: Node
@@ -49,6 +51,7 @@ class Site:
     operands: list[Operand]
     nodes: set[Node]
     noise: set[Node]
+    gather: GatherStep | None
 
     @property
     def op(self) -> str:
@@ -81,7 +84,20 @@ def recognise(sink: Node) -> Site | None:
     if walk.path is None:
         raise Miss("NO_LINEAR", "the sampled values do not depend on the linear", "remove the unused LM head", sink)
     nodes = walk.visited | noise_nodes | {sink, output}
-    return Site(sink, output, draws, linear, walk.linear_dim, walk.path, dim, program, operands, nodes, noise_nodes)
+    return Site(
+        sink=sink,
+        output=output,
+        draws=draws,
+        linear=linear,
+        linear_dim=walk.linear_dim,
+        path=walk.path,
+        sink_dim=dim,
+        program=program,
+        operands=operands,
+        nodes=nodes,
+        noise=noise_nodes,
+        gather=gather_of(walk.path),
+    )
 
 
 def _sink(sink: Node) -> tuple[Node | None, int, int]:
@@ -172,6 +188,10 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
     target, args = node.target, node.args
     if is_identity(node) or (target in CASTS and node.meta["val"].dtype.is_floating_point):
         return _score(walk, args[0], dim, path, used)
+    gather = match_gather(node, dim)
+    if gather is not None:
+        walk.visited.update(gather.parts)
+        return _score(walk, gather.inner, dim, (gather, *path), used)
     step = step_back(node, dim)
     if step is not None:
         return _score(walk, args[0], step.dim_in, (step, *path), used)
