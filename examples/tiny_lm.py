@@ -32,12 +32,12 @@ class Recipe:
     """Everything that decides which model comes out; part of the cache key."""
 
     vocab_size: int = 8192
-    hidden_size: int = 256
+    hidden_size: int = 128
     layers: int = 2
     heads: int = 4
     context: int = 128
-    batch: int = 16
-    learning_rate: float = 3e-3
+    batch: int = 4
+    learning_rate: float = 5e-3
     warmup: float = 0.05
     """Share of the training time in which the learning rate rises."""
     seconds: float = 110.0
