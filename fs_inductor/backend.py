@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.backends.registry import list_backends, register_backend
 from torch._inductor import config as inductor_config
 
 from . import ops  # noqa: F401 - compiled code, cached code too, calls the registered ops
@@ -31,6 +32,11 @@ def flashsampling(
         NotFusedError: under ``flashsampling.strict``, a sink was not fused.
     """
     return compile_graph(gm, example_inputs, mode, options, None)
+
+
+if flashsampling.__name__ not in list_backends(exclude_tags=()):
+    # Not installed, so there is no entry point: a checkout on the path, where importing this module is enough.
+    register_backend(flashsampling)
 
 
 def compile_graph(
