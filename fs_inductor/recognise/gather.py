@@ -23,10 +23,10 @@ from .shapes import Call, ShapeStep, rank, same, shape
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 
-_ALL_GATHER = (collectives.all_gather_into_tensor.default,)
+ALL_GATHER = (collectives.all_gather_into_tensor.default,)
 _WAIT = (collectives.wait_tensor.default,)
 GATHER_TARGETS = {
-    *_ALL_GATHER,
+    *ALL_GATHER,
     *_WAIT,
     aten.split.Tensor,
     aten.cat.default,
@@ -121,7 +121,7 @@ def gather_of(path: tuple[ShapeStep, ...]) -> GatherStep | None:
 
 
 def _is_gather(node: Any) -> bool:
-    return isinstance(node, Node) and node.target in _ALL_GATHER
+    return isinstance(node, Node) and node.target in ALL_GATHER
 
 
 def _check_padding(pad: Node, dim: int) -> None:

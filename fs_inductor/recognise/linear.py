@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .gather import GATHER_TARGETS
+from .gather import ALL_GATHER, GATHER_TARGETS
 from .miss import Miss
 from .pointwise import POINTWISE_TARGETS, SCATTER_TARGETS
 from .shapes import SHAPE_TARGETS, Call, rank, same, shape
@@ -103,7 +103,7 @@ class Linear:
 
 
 def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
-    """The LM head behind ``sink`` and the nodes between the two.
+    """The LM head behind ``sink`` and all nodes on a way from its product to ``sink``.
 
     Searches backwards through pointwise ops, reshapes and row statistics. Where several products are found (a low-rank
     adapter added to the logits, say) the one with the largest weight is the head and the others are operands.
@@ -129,10 +129,10 @@ def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
             barriers.append(node)
     if not found:
         raise barrier_miss(barriers)
-    gathered = any(node.target in GATHER_TARGETS for node in seen)
+    gathered = any(node.target in ALL_GATHER for node in seen)
     # Behind a gather the weight's size differs between ranks, and all must choose alike.
     head = max(found, key=lambda linear: shape(linear.left)[-1] if gathered else linear.weight_numel())
-    return head, _dependents(head)
+    return head, _dependents(head) & _ancestors(sink)
 
 
 def barrier_miss(barriers: Iterable[Node]) -> Miss:
@@ -195,6 +195,17 @@ def _dependents(head: Linear) -> set[Node]:
                 dependents.add(user)
                 stack.append(user)
     return dependents
+
+
+def _ancestors(sink: Node) -> set[Node]:
+    ancestors: set[Node] = set()
+    stack = list(sink.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            stack.extend(node.all_input_nodes)
+    return ancestors
 
 
 def _is_matvec(node: Node) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .gather import GATHER_TARGETS, match_gather
+from .gather import ALL_GATHER, match_gather
 from .linear import REDUCTIONS, Linear, barrier_miss
 from .miss import Miss
 from .pointwise import BOOLEAN, CASTS, EXACT, FILL_LIKE, POINTWISE, SCATTER_TARGETS
@@ -76,7 +76,7 @@ class Walk:
 
     def __post_init__(self) -> None:
         # Before a gather each rank has a shard: a row statistic there differs between ranks and is no constant.
-        stack = [node for node in self.dependents if node.target in GATHER_TARGETS]
+        stack = [node for node in self.dependents if node.target in ALL_GATHER]
         while stack:
             for node in stack.pop().all_input_nodes:
                 if node in self.dependents and node not in self._sharded:
