@@ -9,6 +9,7 @@ is defined, as `triton.jit` itself chooses.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -25,6 +26,8 @@ __all__ = [
     "sigmoid",
     "tanh",
 ]
+
+CUDA = tl.constexpr(torch.version.hip is None)
 
 INTERPRET = triton.knobs.runtime.interpret
 """Whether `triton.jit` made interpreted functions of the ones below."""
@@ -79,11 +82,6 @@ def reciprocal(x):
     return tl.div_rn(1.0, x)
 
 
-@triton.jit
-def round_f16(x):
-    return x.to(tl.float16).to(tl.float32)
-
-
 if INTERPRET:
 
     @triton.jit
@@ -107,6 +105,10 @@ if INTERPRET:
         return power.to(tl.float32)
 
     @triton.jit
+    def round_f16(x):
+        return x.to(tl.float16).to(tl.float32)
+
+    @triton.jit
     def round_bf16(x):
         # The interpreter's own cast truncates.
         bits = x.to(tl.uint32, bitcast=True)
@@ -128,8 +130,35 @@ else:
         return libdevice.pow(x, y)
 
     @triton.jit
+    def round_f16(x):
+        if CUDA:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b16 a, b; .reg .b32 t; cvt.rn.f16x2.f32 t, $3, $2; mov.b32 {a, b}, t; "
+                "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+                "=f,=f,f,f",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return x.to(tl.float16).to(tl.float32)
+
+    @triton.jit
     def round_bf16(x):
-        return x.to(tl.bfloat16).to(tl.float32)
+        # Two at a time, and opaque: a widening cast tempts Triton to move the whole tile through shared memory in
+        # its 16-bit form and to compute what follows twice, only to change the layout of a row's maximum.
+        if CUDA:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
+                "=r,=r,f,f",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return x.to(tl.bfloat16).to(tl.float32)
 
     @triton.jit
     def _quotient(x, y):

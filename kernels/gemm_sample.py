@@ -1,0 +1,420 @@
+"""The fused kernel: multiply by the LM head, process the logits, sample, in one launch and without any logits in memory.
+
+Persistent programs walk over tiles of [BLOCK_B rows, BLOCK_V ids]. A tile's logits never leave registers: the
+epilogue program runs on the accumulator, each group of ids is reduced to one perturbed score, and one 64-bit
+`atomic_max` a row keeps the best. The program that finishes last turns the winners into tokens and leaves the
+scratch words zero for the next launch.
+
+Two facts make the epilogue cheap enough to hide behind the matrix unit. A group's score needs only its maximum,
+its mass and one random word, so the tournament that picks the winner *inside* a group is run only by tiles that
+may beat the best score seen so far: a few waves out of many. And accumulators are [batch, vocabulary], so that the
+ids of a row sit in one thread's registers and splitting a group in halves only renames registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import scratch, tiles
+from .epilogue import Program, emit, operand_kinds
+from .rng import GROUP
+from .rng_triton import group_words, gumbel, uniform
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+_INF = tl.constexpr(float("inf"))
+
+# How the kernel reads an operand of the product.
+_POINTER = tl.constexpr(0)  # any strides, any alignment
+_TMA = tl.constexpr(1)  # a descriptor of the [rows, D] tensor, D contiguous
+_TMA_TRANSPOSED = tl.constexpr(2)  # a descriptor of the [D, rows] view, rows contiguous
+
+
+@triton.jit
+def _load_rows(source, row0, d, num_rows, stride_r, stride_d, D: tl.constexpr, MODE: tl.constexpr,
+               BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr):
+    """The block [BLOCK_R, BLOCK_D] of a [num_rows, D] matrix at (row0, d), zero outside it; row0 may be negative."""
+    if MODE == _TMA:
+        block = source.load([row0, d])
+    elif MODE == _TMA_TRANSPOSED:
+        block = source.load([d, row0]).T
+    else:
+        rows = row0 + tl.arange(0, BLOCK_R)
+        ds = d + tl.arange(0, BLOCK_D)
+        mask = ((rows >= 0) & (rows < num_rows))[:, None]
+        if D % BLOCK_D != 0:
+            mask = mask & (ds < D)[None, :]
+        # rows * stride passes 2**31 for a vocabulary of 262144 with D = 8192.
+        pointers = source + rows.to(tl.int64)[:, None] * stride_r + ds.to(tl.int64)[None, :] * stride_d
+        block = tl.load(pointers, mask=mask, other=0.0)
+    if INTERPRET:  # its bf16 product is wrong
+        block = block.to(tl.float32)
+    return block
+
+
+# A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
+# With accumulators as the matrix unit leaves them, bits 2 and 1 number the threads of a quad and the others a thread's
+# registers, so splitting on those moves nothing. Masses are always added in that order, so that they are the same
+# numbers under every tile shape.
+
+
+@triton.jit
+def _halves(x, BB: tl.constexpr, NG: tl.constexpr, WIDTH: tl.constexpr):
+    """Split [BB, NG, WIDTH] on the top bit of the last axis: two [BB, NG, WIDTH / 2]."""
+    return tl.split(x.reshape(BB, NG, 2, WIDTH // 2).permute(0, 1, 3, 2))
+
+
+@triton.jit
+def _sides(x, high):
+    """Split on axis 2, whose two elements may sit in different threads: a sum of one moves it without shared memory."""
+    zero = tl.zeros_like(x)
+    return tl.sum(tl.where(high, zero, x), 2), tl.sum(tl.where(high, x, zero), 2)
+
+
+@triton.jit
+def _mass(p, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+    """The total [BB, NG] of p [BB, NG, G], added up in the tournament's order."""
+    for level in tl.static_range(LEVELS):
+        s0, s1 = _halves(p, BB, NG, G >> level)
+        p = s0 + s1
+    s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
+    return tl.sum(tl.sum((s0 + s1).reshape(BB, NG, 2, 2), 2), 2)
+
+
+@triton.jit
+def _merge(s0, s1, i0, i1, u, BIT: tl.constexpr):
+    """One level of the tournament: masses s0, s1 and winners i0, i1 of the sides with BIT clear and set."""
+    total = s0 + s1
+    # Comparing with the smaller side keeps full relative precision for both; a side of mass 0 cannot win.
+    small = u * total < tl.minimum(s0, s1)
+    take1 = small == (s1 < s0)
+    return total, tl.where(take1, i1 | BIT, i0)
+
+
+@triton.jit
+def _tournament(p, words, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+    """The winner's position [BB, NG] inside each group, drawn with probability p / sum p; p is [BB, NG, G]."""
+    i = tl.zeros((BB, NG, G), tl.int32)
+    for level in tl.static_range(LEVELS):
+        s0, s1 = _halves(p, BB, NG, G >> level)
+        i0, i1 = _halves(i, BB, NG, G >> level)
+        p, i = _merge(s0, s1, i0, i1, uniform(words[level])[:, :, None], G >> (level + 1))
+    s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
+    i0, i1 = tl.split(i.reshape(BB, NG, 4, 2))
+    p, i = _merge(s0, s1, i0, i1, uniform(words[LEVELS])[:, :, None], 1)
+    p, i = p.reshape(BB, NG, 2, 2), i.reshape(BB, NG, 2, 2)
+    high = tl.arange(0, 2)[None, None, :, None] == 1
+    s0, s1 = _sides(p, high)
+    i0, i1 = _sides(i, high)
+    p, i = _merge(s0, s1, i0, i1, uniform(words[LEVELS + 1])[:, :, None], 4)
+    high = tl.arange(0, 2)[None, None, :] == 1
+    s0, s1 = _sides(p, high)
+    i0, i1 = _sides(i, high)
+    return _merge(s0, s1, i0, i1, uniform(words[LEVELS + 2]), 2)[1]
+
+
+@triton.jit
+def _order_key(score):
+    """An uint32 that orders as the scores do: -0.0 equals 0.0, and every NaN is one key above +inf."""
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)
+    key = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return tl.where(score != score, 0xFFFFFFFF, key).to(tl.uint32)
+
+
+@triton.jit
+def _any(mask):
+    return tl.max(mask.to(tl.int32), axis=None) != 0
+
+
+@triton.jit
+def _best_key(best, slots, row_mask):
+    """The key [BB] of the best score so far. An old value is only lower, so racing with other programs is harmless."""
+    return (tl.load(best + slots, mask=row_mask, other=0, volatile=True) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _word(key, ids):
+    """What a row keeps the maximum of: the higher key, and among equal keys the lower id."""
+    return (key.to(tl.uint64) << 32) | (0xFFFFFFFF - ids.to(tl.uint64))
+
+
+@triton.jit
+def _max_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _offer_argmax(logits, first_col, row_mask, slots, best, id_base, BLOCK_V: tl.constexpr, INTERPRET: tl.constexpr):
+    """Greedy: offer the lowest id of each row's maximum; a NaN counts as above everything, as in torch.argmax."""
+    if INTERPRET:  # a custom reduction runs element by element there
+        top = tl.max(logits, 1)
+        top = tl.where(tl.max((logits != logits).to(tl.int32), 1) != 0, float("nan"), top)
+    else:
+        top = tl.reduce(logits, 1, _max_nan)
+    key = _order_key(top)
+    wins = (key >= _best_key(best, slots, row_mask)) & row_mask
+    if _any(wins):
+        at_top = (logits == top[:, None]) | (logits != logits)
+        col = tl.min(tl.where(at_top, tl.arange(0, BLOCK_V)[None, :], BLOCK_V), 1)
+        # An all -inf row is at its maximum in the masked columns before the shard too.
+        ids = tl.maximum(col.to(tl.int64) + first_col, 0) + id_base
+        tl.atomic_max(best + slots, _word(key, ids), mask=wins, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, seed, draw, id_base,
+                BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+    """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
+
+    p [BB, NG, G] = exp2(logits * log2(e) - top), mass its sums; top, mass [BB, NG]. group_id [1, NG]: aligned first ids.
+    """
+    first_id = tl.maximum(group_id, id_base)  # a shard boundary may cut its first group
+    rows = rows[:, None]
+    draw = tl.zeros_like(rows) + draw  # a tensor, also for the interpreter, where loops count in Python
+    noise = gumbel(group_words(seed, first_id, rows, draw)[7])
+    key = _order_key(top * _LN_2 + tl.log(mass) + noise)
+    best_key = _best_key(best, slots, row_mask)
+    wins = (key >= best_key[:, None]) & row_mask[:, None]
+    if _any(wins):
+        # A value of its own for this branch: the tournament adds what `_mass` has added, and the compiler would keep all
+        # those sums in registers from there to here.
+        p = tl.where(wins[:, :, None], p, 0.0)
+        # First what a tournament cannot decide: a NaN, else a +inf, wins its group; one without mass offers its first id.
+        special = (mass == 0.0) | (mass == _INF) | (mass != mass)
+        forced = tl.zeros_like(special.to(tl.int32))
+        if _any(wins & special):
+            index = tl.arange(0, G)[None, None, :]
+            nan = tl.min(tl.where(p != p, index, G), 2)
+            inf = tl.min(tl.where(p == _INF, index, G), 2)
+            forced = tl.where(nan < G, nan, tl.where(inf < G, inf, 0))
+        # Asked for again here, so that the four words only the tournament needs cost nothing elsewhere.
+        words = group_words(seed, first_id, rows, draw)
+        position = tl.where(special, forced, _tournament(p, words, BB, NG, G, LEVELS))
+        word = tl.max(_word(key, tl.maximum(group_id + position, id_base)), 1)
+        mask = row_mask & ((word >> 32).to(tl.uint32) >= best_key)
+        tl.atomic_max(best + slots, word, mask=mask, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _finish(best, out, count, EXCHANGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn `count` winners into tokens and zero their words. Only the last program of a launch runs this."""
+    for start in range(0, count, BLOCK):
+        slots = start + tl.arange(0, BLOCK).to(tl.int64)
+        mask = slots < count
+        word = tl.atomic_xchg(best + slots, tl.zeros((BLOCK,), tl.uint64), mask=mask, sem="relaxed", scope="gpu")
+        if EXCHANGE is not None:
+            word = EXCHANGE(word, slots, mask)  # ranks of a sharded vocabulary agree on one winner here
+        tl.store(out + slots, (0xFFFFFFFF - (word & 0xFFFFFFFF)).to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
+                EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr,
+                G: tl.constexpr, BB: tl.constexpr, BV: tl.constexpr, INTERPRET: tl.constexpr):
+    """Offer the candidates of one tile: acc [BB, BV] is the product of rows b0... and ids v0... of the shard."""
+    NG: tl.constexpr = BV // G
+    rows = b0 + tl.arange(0, BB)
+    row_mask = rows < B
+    cols = v0 + tl.arange(0, BV)
+    col_mask = (cols >= 0) & (cols < V)
+    logits = EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
+    logits = tl.where(col_mask[None, :], logits, -_INF)
+    if GREEDY:
+        _offer_argmax(logits, v0, row_mask, rows, best, id_base, BV, INTERPRET)
+    else:
+        x = logits.reshape(BB, NG, G)
+        # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
+        top = tl.max(x, 2) * _LOG2_E
+        top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
+        p = tl.exp2(x * _LOG2_E - top[:, :, None])
+        LEVELS: tl.constexpr = 4 if G == 128 else 3 if G == 64 else 2 if G == 32 else 1  # bits above 2
+        mass = _mass(p, BB, NG, G, LEVELS)
+        group_id = id_base.to(tl.int64) + v0 + tl.arange(0, NG).to(tl.int64)[None, :] * G
+        if ROW_SEEDS:
+            row_seed = tl.load(seed + rows, mask=row_mask, other=0)[:, None]
+            noise_row = tl.zeros_like(rows)
+        else:
+            row_seed = tl.load(seed)
+            noise_row = rows
+        if MANY_DRAWS:
+            for draw in range(0, num_draws):
+                slots = rows.to(tl.int64) * num_draws + draw
+                _offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, row_seed, draw, id_base,
+                            BB, NG, G, LEVELS)
+        else:
+            _offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, row_seed, 0, id_base,
+                        BB, NG, G, LEVELS)
+
+
+@triton.jit(do_not_specialize=["B", "id_base", "num_draws"])
+def gemm_sample_kernel(
+    hidden, weight, seed, out, scratch_words, operands, operand_strides,
+    B, V, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
+    D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr,
+    ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    ACCS: tl.constexpr, FLATTEN: tl.constexpr, EXCHANGE: tl.constexpr, INTERPRET: tl.constexpr,
+):
+    """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
+
+    scratch_words: int64, zero: a counter, then one word for each output.
+    shift: id_base % G. Groups start at global multiples of G, so tiles do too, and the first one reaches that far
+    before the shard. An argument of its own, because its divisibility is what makes loads of operands wide.
+    """
+    ACC_V: tl.constexpr = BLOCK_V // ACCS
+    best = (scratch_words + 1).to(tl.pointer_type(tl.uint64), bitcast=True)
+    num_b = tl.cdiv(B, BLOCK_B)
+    num_tiles = tl.cdiv(V + shift, BLOCK_V) * num_b
+    pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    # Rows are the inner direction of tiles: the programs that run together share a weight tile in L2.
+    if FLATTEN:
+        # One loop over tiles and depth, so that the loads of the next tile are under way during an epilogue.
+        # (tl.range's flatten=True does the same, but fails to compile with branches in the epilogue.)
+        STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+        tile = pid - num_programs
+        step = STEPS - 1
+        v0 = 0
+        b0 = 0
+        acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+        acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+        for _ in range(0, tl.cdiv(num_tiles - pid, num_programs) * STEPS):
+            step = tl.where(step == STEPS - 1, 0, step + 1)
+            if step == 0:
+                tile += num_programs
+                v0 = (tile // num_b) * BLOCK_V - shift
+                b0 = (tile % num_b) * BLOCK_B
+            d = step * BLOCK_D
+            h = _load_rows(hidden, b0, d, B, stride_hb, stride_hd, D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
+            w = _load_rows(weight, v0, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+            acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
+            if ACCS == 2:
+                w = _load_rows(weight, v0 + ACC_V, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+                acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
+            if step == STEPS - 1:
+                _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
+                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
+                acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+                if ACCS == 2:
+                    _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
+                                EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
+                    acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+    else:
+        for tile in range(pid, num_tiles, num_programs):
+            v0 = (tile // num_b) * BLOCK_V - shift
+            b0 = (tile % num_b) * BLOCK_B
+            acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+            acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+            for d in range(0, D, BLOCK_D):
+                h = _load_rows(hidden, b0, d, B, stride_hb, stride_hd, D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
+                w = _load_rows(weight, v0, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+                acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
+                if ACCS == 2:
+                    w = _load_rows(weight, v0 + ACC_V, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+                    acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
+            _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
+                        EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
+            if ACCS == 2:
+                _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
+                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
+
+    # The barrier orders this program's updates before its one thread counts; the counter orders programs.
+    tl.debug_barrier()
+    done = tl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
+    if done == tl.num_programs(0) - 1:
+        _finish(best, out, B.to(tl.int64) * num_draws, EXCHANGE, 1024)
+        tl.store(scratch_words, 0)
+
+
+_INTERPRET = bool(triton.knobs.runtime.interpret)
+
+
+def sample(
+    hidden: Tensor, weight: Tensor, seed: Tensor, operands: list[Tensor], program: str, num_samples: int = 1,
+    id_base: int = 0, config: tiles.Tile | None = None,
+) -> Tensor:
+    """Draw `num_samples` token ids a row from softmax(program(hidden @ weight.T)); int64 [B, num_samples].
+
+    hidden [B, D] and weight [V, D]: bf16, f16 or f32, any strides. seed: int64, 0-d, or [B] for a seed a row.
+    operands broadcast to [B, V]. Ids are in [id_base, id_base + V). `config` overrides the measured tile.
+    """
+    return _launch(hidden, weight, seed, operands, program, num_samples, id_base, config)
+
+
+def argmax(
+    hidden: Tensor, weight: Tensor, operands: list[Tensor], program: str, id_base: int = 0,
+    config: tiles.Tile | None = None,
+) -> Tensor:
+    """The lowest id of the largest of program(hidden @ weight.T) in each row; int64 [B]. Arguments as `sample`."""
+    return _launch(hidden, weight, None, operands, program, 1, id_base, config)[:, 0]
+
+
+def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config):
+    num_rows, depth = hidden.shape
+    vocab = weight.shape[0]
+    if id_base + vocab >= 2**32:
+        raise ValueError(f"ids must fit 32 bits, but id_base={id_base} and {vocab} ids reach {id_base + vocab}")
+    out = torch.empty((num_rows, num_draws), dtype=torch.int64, device=hidden.device)
+    if out.numel() == 0:
+        return out
+    device = tiles.device_info(hidden.device)
+    tile = config or tiles.pick(device.arch, hidden.dtype, num_rows, vocab, depth)
+    shift = id_base % GROUP
+    hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
+    weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v // tile.accumulators, shift)
+    kinds, strides = operand_kinds(operands, num_rows, vocab)
+    num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
+    grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
+    words = scratch.take(hidden.device, 1 + out.numel())
+
+    def run():
+        gemm_sample_kernel[grid](
+            hidden_arg, weight_arg, seed, out, words, tuple(operands), strides,
+            num_rows, vocab, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
+            D=depth, EPILOGUE=emit(Program.parse(program), kinds), GREEDY=seed is None, MANY_DRAWS=num_draws > 1,
+            ROW_SEEDS=seed is not None and seed.dim() == 1, HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode,
+            PRECISION=_precision(hidden.dtype), G=GROUP,
+            BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, ACCS=tile.accumulators,
+            FLATTEN=tile.flatten and depth > 0,
+            EXCHANGE=None, INTERPRET=_INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    if hidden.is_cuda and hidden.device.index != torch.cuda.current_device():
+        with torch.cuda.device(hidden.device):
+            run()
+    else:
+        run()
+    return out
+
+
+def _operand(x, tile, device, block_rows, shift):
+    """How to read x [R, D]: (descriptor, mode) if the copy engine can, else (x, pointer mode).
+
+    shift: how far the first tile starts before row 0, for an operand that may be read transposed; else None.
+    """
+    size = x.element_size()
+    rows, depth = x.shape
+    if tile.use_tma and device.has_tma and x.data_ptr() % 16 == 0 and depth > 0:
+        row_stride, stride = x.stride()
+        if rows == 1:  # the stride of a dimension of one is anything
+            row_stride = -(-depth // 8) * 8
+        if stride == 1 and row_stride >= depth and row_stride * size % 16 == 0:
+            return TensorDescriptor(x, [rows, depth], [row_stride, 1], [block_rows, tile.block_d]), _TMA.value
+        # The copy engine's inner offset must be a multiple of 16 bytes; the matrix unit transposes 16-bit types only.
+        transposable = shift is not None and size == 2 and shift * size % 16 == 0
+        if transposable and row_stride == 1 and stride >= rows and stride * size % 16 == 0:
+            block = [tile.block_d, block_rows]
+            return TensorDescriptor(x.t(), [depth, rows], [stride, 1], block), _TMA_TRANSPOSED.value
+    return x, _POINTER.value
+
+
+def _precision(dtype):
+    # PyTorch's own switch for float32 products on CUDA; 16-bit products have one precision only.
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "ieee"
+    return "tf32"
