@@ -46,6 +46,7 @@ class Block:
 
     def __init__(self, words: Tensor, rank: int, addresses: Sequence[int], timeout: float, status: Tensor):
         self.words, self.rank, self.world = words, rank, len(addresses)
+        self.address = words.data_ptr()
         self.timeout = timeout
         self.used = HEADER_WORDS
         self.keep_alive: object = None
