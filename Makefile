@@ -18,6 +18,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH_SPEC := $(VENV)/.torch
 
+# Threads that wait by spinning crawl when there are more of them than cores, as in parallel tests.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test lint format setup clean always
 
 demo: $(INSTALLED)
@@ -38,7 +41,8 @@ setup: $(INSTALLED)
 
 # One pip call, so that everything is resolved against the torch that was asked for.
 $(INSTALLED): pyproject.toml $(TORCH_SPEC)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' --editable '.[test,examples]'
+	@echo "installing $(TORCH) and the rest into $(VENV), about a minute"
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check '$(TORCH)' --editable '.[test,examples]'
 	@touch $@
 
 # Touched only when TORCH differs from the last run's, which then installs again.

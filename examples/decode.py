@@ -143,16 +143,18 @@ def synchronize(device: torch.device) -> None:
 # --- the report ---------------------------------------------------------------------------------
 
 
-def print_outcomes(outcomes: dict[str, Outcome], tokenizer, prompt: str, trained_here: bool) -> None:
+def print_outcomes(outcomes: dict[str, Outcome], tokenizer, prompt_ids: torch.Tensor, trained_here: bool) -> None:
+    def text(tokens: torch.Tensor) -> str:
+        ids = torch.cat([prompt_ids[0].cpu(), tokens])
+        return tokenizer.decode(ids, skip_special_tokens=True).strip()
+
     for name, outcome in outcomes.items():
-        text = tokenizer.decode(outcome.sampled[0], skip_special_tokens=True)
-        print(f"\n--- {name}, sampled\n{prompt}{text}")
-    greedy = tokenizer.decode(outcomes["flashsampling"].greedy[0], skip_special_tokens=True)
-    print(f"\n--- flashsampling, greedy\n{prompt}{greedy}")
+        print(f"\n--- {name}, sampled\n{text(outcome.sampled[0])}")
+    ours = outcomes["flashsampling"]
+    print(f"\n--- flashsampling, greedy\n{text(ours.greedy[0])}")
     if trained_here:
-        printed = " ".join(tokenizer.decode(row, skip_special_tokens=True) for row in outcomes["flashsampling"].sampled)
-        share = tiny_lm.known_words_share(printed)
-        print(f"\n{share:.1%} of the words that flashsampling drew occur in the training text")
+        share = tiny_lm.known_words_share(" ".join(text(row) for row in ours.sampled))
+        print(f"\n{share:.1%} of the words that flashsampling printed occur in the training text")
 
     print("\ngreedy tokens")
     for name in BACKENDS[1:]:
@@ -247,16 +249,20 @@ def main(argv: list[str] | None = None, recipe: tiny_lm.Recipe = tiny_lm.DEFAULT
     transformers.utils.logging.disable_progress_bar()
     folder = args.model
     if folder is None:
-        with torch.enable_grad():
-            folder = tiny_lm.load_or_train(args.device, recipe)
+        try:
+            with torch.enable_grad():
+                folder = tiny_lm.load_or_train(args.device, recipe)
+        except OSError as error:
+            parser.error(f"cannot keep the trained model: {error}; set XDG_CACHE_HOME to a folder that is writable")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(args.device).eval()
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"argument --model: cannot load {str(folder)!r}: {str(error).splitlines()[0]}")
+    except Exception as error:  # what is raised for a bad checkpoint depends on the file and on the library's version
+        parser.error(f"argument --model: cannot load {str(folder)!r}: {str(error).strip().splitlines()[0]}")
 
     prompt_ids = tokenizer(args.prompt, return_tensors="pt").input_ids.to(args.device)
-    length, limit = prompt_ids.shape[1], getattr(model.config, "max_position_embeddings", math.inf)
+    config = model.config.get_text_config()
+    length, limit = prompt_ids.shape[1], getattr(config, "max_position_embeddings", math.inf)
     if length < 2:
         parser.error(f"argument --prompt: {args.prompt!r} is {length} tokens long, at least 2 are needed")
     if length + args.tokens > limit:
@@ -267,7 +273,7 @@ def main(argv: list[str] | None = None, recipe: tiny_lm.Recipe = tiny_lm.DEFAULT
 
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"{type(model).__name__}, {parameters / 1e6:.1f} M parameters, vocabulary {model.config.vocab_size:,}, "
+        f"{type(model).__name__}, {parameters / 1e6:.1f} M parameters, vocabulary {config.vocab_size:,}, "
         f"{model.dtype}, on {args.device}; batch {args.batch}, temperature {args.temperature}"
     )
     decoder = Decoder(model, prompt_ids, args.batch, args.tokens)
@@ -275,11 +281,14 @@ def main(argv: list[str] | None = None, recipe: tiny_lm.Recipe = tiny_lm.DEFAULT
         name: run_backend(name, decoder, args.temperature, args.seed)
         for name in tqdm(BACKENDS, desc="backends", leave=False)
     }
-    print_outcomes(outcomes, tokenizer, args.prompt, trained_here=args.model is None)
+    print_outcomes(outcomes, tokenizer, prompt_ids, trained_here=args.model is None)
     print("\nwhat was fused in one sampling step")
     report = fs_inductor.explain(sample_step)(model, decoder.prefill(), decoder.cache, args.temperature)
     print(report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

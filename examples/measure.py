@@ -19,6 +19,8 @@ class Fit:
     p_value: float
 
     def __str__(self) -> str:
+        if self.bins < 2:
+            return f"{self.draws:,} draws are too few for a test"
         return f"chi-squared {self.statistic:.1f} over {self.bins} bins, {self.draws:,} draws, p = {self.p_value:.3f}"
 
 

@@ -175,9 +175,9 @@ def load_or_train(device: torch.device, recipe: Recipe = DEFAULT, root: Path | N
         print(f"model: {folder} is damaged; training again")
         shutil.rmtree(folder)
 
+    root.mkdir(parents=True, exist_ok=True)  # before the training, as it may fail
     tokenizer = build_tokenizer(reference_text(), recipe.vocab_size)
     model = train(recipe, tokenizer, device)
-    root.mkdir(parents=True, exist_ok=True)
     # Written aside and renamed, so that an interrupted run leaves nothing that looks finished.
     with tempfile.TemporaryDirectory(dir=root) as parent:
         draft = Path(parent) / "checkpoint"

@@ -1,6 +1,7 @@
 """The example runs from end to end on a very small model, and answers bad arguments with one line."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -67,6 +68,18 @@ def assert_one_line(arguments, names, capsys):
 def test_a_broken_checkpoint_gets_one_line(content, tmp_path, capsys):
     (tmp_path / "config.json").write_text(content)
     assert_one_line(["--model", str(tmp_path)], ["--model", str(tmp_path)], capsys)
+
+
+def test_damaged_weights_get_one_line(checkpoint, tmp_path, capsys):
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"not weights")
+    assert_one_line(["--model", str(damaged)], ["--model", str(damaged)], capsys)
+
+
+def test_a_cache_that_cannot_be_written_gets_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert_one_line([], ["XDG_CACHE_HOME"], capsys)
 
 
 def test_more_tokens_than_positions_get_one_line(checkpoint, capsys):
