@@ -53,7 +53,7 @@ _ELEMENTS = tl.constexpr(1024)
 if triton.knobs.runtime.interpret:
 
     def _now():
-        """Nanoseconds. Sleeps, since the ranks that are waited for share this one's cores where there is an interpreter."""
+        """Nanoseconds. Sleeps: with an interpreter, ranks share cores with those they wait for."""
         time.sleep(2e-4)
         return time.monotonic_ns()
 
