@@ -208,7 +208,7 @@ class Group:
         reason, block = "", None
         try:
             tensor = _symmetric_memory.empty(words, dtype=torch.int64, device=device).zero_()
-            status = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+            status = _status_words()
             torch.cuda.synchronize(device)  # zero before a peer can write
         except RuntimeError as error:
             reason = f"rank {self.rank} cannot allocate symmetric memory: {_first_line(error)}"
@@ -233,6 +233,11 @@ class Group:
 
 class _Unreachable(ExchangeError):
     """Symmetric memory cannot be had; raised by all ranks alike."""
+
+
+def _status_words() -> Tensor:
+    """What a kernel that gives up writes to: the device reaches it, and the host reads it without a synchronisation."""
+    return torch.zeros(2, dtype=torch.int64, pin_memory=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -16,8 +16,8 @@ Why that is enough, without flags, fences or barriers:
   finished e + 1, so it has seen every peer's words of e + 1, which a peer sends only after it has finished e: its last
   read of those slots decided that it could go on.
 - Nothing old is taken for new. The word in a slot is of an earlier exchange of the same parity; it could pass for the
-  current one only after 2**32 exchanges that left the slot alone, as when a batch shrinks for days. So twice in 2**32
-  exchanges, once a parity each time, all slots are sent, used or not. Memory starts as zeros and epochs as 1.
+  current one only after 2**32 exchanges that left the slot alone, as when a batch shrinks for days. So every 2**31
+  exchanges two in a row, one of each parity, send all slots, used or not. Memory starts as zeros, epochs at 1.
 - A slot has one writer, whose launches are ordered by their stream, or by the graph they are part of.
 
 All accesses to slots are relaxed and of system scope: exchanges for writing, and for reading volatile loads, which PTX
@@ -103,7 +103,7 @@ def exchange_winners(best, out, count, block, channel, capacity, WORLD: tl.const
     # A rank that has failed sends no more: its peers shall fail too, not go on with what it draws from its -1s.
     receivers = tl.where(working, world, 0)
     to_send = count.to(tl.int64)
-    if (epoch & 0x7FFFFFFE) == 0:
+    if (epoch & 0x7FFFFFFE) == 0x7FFFFFFE:
         to_send = capacity.to(tl.int64)
     for start in range(0, to_send, ROWS):
         rows = start + tl.arange(0, ROWS).to(tl.int64)
