@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 from torch._dynamo.exc import ShortenTraceback
 from torch.fx import Node
 
@@ -102,19 +104,26 @@ class NotFusedError(ShortenTraceback):
 
 
 def location_of(node: Node) -> str:
-    """``file:line (function) code`` of the user's line that made ``node``, from its stack trace."""
+    """``file:line (function) code`` of the user's line that made ``node``, from its stack trace.
+
+    The innermost frame outside torch, which has Python layers of its own (``Categorical.sample``, say).
+    """
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.strip().splitlines()]
-    for i in reversed(range(len(lines))):
-        if lines[i].startswith("File "):
-            file, _, rest = lines[i][5:].partition(", line ")
-            number, _, function = rest.partition(", in ")
-            code = lines[i + 1] if i + 1 < len(lines) else ""
-            # After a graph break Dynamo runs the rest of `step` as `torch_dynamo_resume_in_step_at_12`.
-            function = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", function)
-            name = file.strip('"')
-            return f"{name}:{number} ({function}) {code}".strip()
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    users = [i for i in frames if not lines[i].startswith(f'File "{_TORCH}')]
+    for i in (users or frames)[-1:]:
+        file, _, rest = lines[i][5:].partition(", line ")
+        number, _, function = rest.partition(", in ")
+        code = lines[i + 1] if i + 1 < len(lines) else ""
+        # After a graph break Dynamo runs the rest of `step` as `torch_dynamo_resume_in_step_at_12`.
+        function = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", function)
+        name = file.strip('"')
+        return f"{name}:{number} ({function}) {code}".strip()
     return "(no source location)"
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def _bytes(n: int) -> str:

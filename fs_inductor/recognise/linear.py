@@ -132,7 +132,7 @@ def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
     gathered = any(node.target in ALL_GATHER for node in seen)
     # Behind a gather the weight's size differs between ranks, and all must choose alike.
     head = max(found, key=lambda linear: shape(linear.left)[-1] if gathered else linear.weight_numel())
-    return head, _dependents(head) & _ancestors(sink)
+    return head, _dependents(head) & ancestors(sink)
 
 
 def barrier_miss(barriers: Iterable[Node]) -> Miss:
@@ -197,15 +197,16 @@ def _dependents(head: Linear) -> set[Node]:
     return dependents
 
 
-def _ancestors(sink: Node) -> set[Node]:
-    ancestors: set[Node] = set()
-    stack = list(sink.all_input_nodes)
+def ancestors(node: Node) -> set[Node]:
+    """All nodes that ``node`` is computed from."""
+    found: set[Node] = set()
+    stack = list(node.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node not in ancestors:
-            ancestors.add(node)
+        if node not in found:
+            found.add(node)
             stack.extend(node.all_input_nodes)
-    return ancestors
+    return found
 
 
 def _is_matvec(node: Node) -> bool:

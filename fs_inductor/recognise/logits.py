@@ -142,7 +142,7 @@ class Walk:
             raise self._unsupported(node)
         for arg in node.args:
             if isinstance(arg, Node) and arg in self.dependents and not same_shape(arg, node):
-                raise _broadcast(node) if self._spans(arg, node, dim) else self._unsupported(arg)
+                raise _broadcast(node) if self._spans(arg, node, dim) else self._row_statistic_miss(arg, node)
         args = [self._argument(arg, node, dim, path) for arg in node.args]
         kwargs = {k: self._argument(v, node, dim, path) for k, v in node.kwargs.items() if k in ("alpha", "min", "max")}
         return self._round(POINTWISE[node.target](self.emit, *args, **kwargs), node)
@@ -163,12 +163,11 @@ class Walk:
                     return self.logit(x, dim, path)
         if not self._peels(node, dim):
             return self.value(node, dim, path)
-        if target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(args[0], Node) and args[0] in self.dependents:
-            if not (isinstance(args[1], Node) and args[1] in self.dependents) and self._is_row_constant(
-                args[1], node, dim
-            ):
-                other = self._argument(args[1], node, dim, path)
-                return self.emit("mul" if target is aten.mul.Tensor else "div", self.logit(args[0], dim, path), other)
+        if target in (aten.mul.Tensor, aten.div.Tensor):
+            x, factor = self._scaled(node)
+            if x in self.dependents and factor not in self.dependents and self._is_row_constant(factor, node, dim):
+                factor = self._argument(factor, node, dim, path)
+                return self.emit("mul" if target is aten.mul.Tensor else "div", self.logit(x, dim, path), factor)
         masked = self._masked(node, dim, path, -math.inf)
         if masked is not None:
             mask, inner = masked
@@ -346,6 +345,14 @@ class Walk:
             reason = f"the epilogue has no op for {node.target} giving {node.meta['val'].dtype}"
         return Miss("EPILOGUE_OP", reason, "move this op out of the logit processing, or keep the site unfused", node)
 
+    def _row_statistic_miss(self, arg: Node, node: Node) -> Miss:
+        return self.known_barrier(arg) or Miss(
+            "EPILOGUE_OP",
+            f"{node.target} mixes a statistic of the row, computed from its logits by {arg.target}, into the logits",
+            "process each logit by itself: thresholds relative to the row's own maximum, say, are not supported yet",
+            node,
+        )
+
     def known_barrier(self, node: Any) -> Miss | None:
         """The telling miss for a filter (top-k, top-p) or a collective between ``node`` and the linear, if any."""
         stack, seen = [node], set()
@@ -358,6 +365,11 @@ class Walk:
         return None if miss.code == "NO_LINEAR" else miss
 
     # -- row constants --------------------------------------------------------------------------------------------
+
+    def _scaled(self, node: Node) -> tuple[Any, Any]:
+        """The logits and the factor of a product or quotient, whichever comes first."""
+        a, b = node.args[:2]
+        return (b, a) if node.target is aten.mul.Tensor and a not in self.dependents else (a, b)
 
     def _spans(self, arg: Node, node: Node, dim: int) -> bool:
         d = dim - (rank(node) - rank(arg))
@@ -410,7 +422,8 @@ class Walk:
                 return True
             return False
         if node.target in (aten.mul.Tensor, aten.div.Tensor):
-            return self._is_row_constant(node.args[1], node, dim) and self._peels(node.args[0], dim)
+            x, factor = self._scaled(node)
+            return self._is_row_constant(factor, node, dim) and self._peels(x, dim)
         where = self._where_constant(node, -math.inf)
         return where is not None and self._peels(where[1], dim)
 

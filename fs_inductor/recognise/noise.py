@@ -6,6 +6,7 @@ without one, so guards up to `MAX_GUARD` are read as the noise they protect.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def gumbel(node: Any) -> tuple[list[Node], int] | None:
 def exponential(node: Any) -> list[Node] | None:
     """The nodes that make up an Exponential(1) variable at ``node``, or None."""
     nodes: list[Node] = []
-    node = _strip(node, nodes, guards=True)
+    node = _strip(node, nodes, guards=_is_guard)
     if _is(node, aten.exponential.default):
         rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("lambd", 1.0)
         return [*nodes, node] if rate == 1 else None
@@ -88,7 +89,7 @@ def _log_uniform(node: Any) -> list[Node] | None:
 def _uniform(node: Any) -> list[Node] | None:
     """The nodes of a Uniform(0, 1) variable."""
     nodes: list[Node] = []
-    node = _strip(node, nodes, guards=True)
+    node = _strip(node, nodes, guards=_is_guard_of_uniform)
     if _is(node, aten.sub.Tensor, aten.rsub.Scalar) and 1 in node.args:
         x = node.args[1] if node.args[0] == 1 and node.target is aten.sub.Tensor else node.args[0]
         flipped = node.args[0] == 1 if node.target is aten.sub.Tensor else True
@@ -106,12 +107,12 @@ def _uniform(node: Any) -> list[Node] | None:
     return None
 
 
-def _strip(node: Any, nodes: list[Node], guards: bool = False) -> Any:
-    """Passes casts, rearrangements of independent elements and, with ``guards``, tiny additions and clamps."""
+def _strip(node: Any, nodes: list[Node], guards: Callable[[Node], bool] | None = None) -> Any:
+    """Passes casts, rearrangements of independent elements and what ``guards`` accepts."""
     while isinstance(node, Node):
         if is_identity(node) or node.target in _REARRANGEMENTS or _is_float_cast(node):
             pass
-        elif guards and _is_guard(node):
+        elif guards is not None and guards(node):
             pass
         else:
             break
@@ -121,15 +122,32 @@ def _strip(node: Any, nodes: list[Node], guards: bool = False) -> Any:
 
 
 def _is_guard(node: Node) -> bool:
+    """A tiny addition, a factor next to one, a tiny lower bound."""
     if node.target is aten.add.Tensor:
         return _between(node.args[1], 0, MAX_GUARD)
     if node.target is aten.mul.Tensor:
         return _between(node.args[1], 1 - MAX_GUARD, 1)
-    if node.target in (aten.clamp_min.default, aten.clamp.default):
-        low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
-        high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
-        return (low is None or _between(low, 0, MAX_GUARD)) and (high is None or _between(high, 1 - MAX_GUARD, 1))
-    return False
+    low, high = _bounds(node)
+    return low is not None and high is None and _between(low, 0, MAX_GUARD)
+
+
+def _is_guard_of_uniform(node: Node) -> bool:
+    """The same, and bounds next to zero and one: an exponential variable must not be cut off at one."""
+    low, high = _bounds(node)
+    if high is None:
+        return _is_guard(node)
+    return _between(high, 1 - MAX_GUARD, 1) and (low is None or _between(low, 0, MAX_GUARD))
+
+
+def _bounds(node: Node) -> tuple[Any, Any]:
+    args = dict(enumerate(node.args)) | node.kwargs
+    if node.target is aten.clamp_min.default:
+        return args.get(1, args.get("min")), None
+    if node.target is aten.clamp_max.default:
+        return None, args.get(1, args.get("max"))
+    if node.target is aten.clamp.default:
+        return args.get(1, args.get("min")), args.get(2, args.get("max"))
+    return None, None
 
 
 def _between(number: Any, low: float, high: float) -> bool:

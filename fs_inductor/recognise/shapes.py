@@ -210,3 +210,5 @@ _BACK: dict[Any, Callable[[Node, int], int]] = {
     aten.expand.default: _expand,
 }
 SHAPE_TARGETS = set(_BACK) | IDENTITY
+# What may give a row more than once.
+REPEATING = {aten.index.Tensor, aten.index_select.default, aten.expand.default}

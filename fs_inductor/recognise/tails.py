@@ -16,11 +16,11 @@ from torch.fx import Node
 
 from . import noise
 from .gather import GatherStep, gather_of, match_gather
-from .linear import PASSABLE, Linear, find_linear
+from .linear import PASSABLE, Linear, ancestors, find_linear
 from .logits import Operand, Path, Value, Walk, constant_of
 from .miss import Miss
 from .pointwise import CASTS
-from .shapes import is_identity, rank, same, same_shape, shape, step_back
+from .shapes import REPEATING, is_identity, rank, same, same_shape, shape, step_back
 
 aten = torch.ops.aten
 
@@ -81,6 +81,14 @@ def recognise(sink: Node) -> Site | None:
     else:
         result = walk.log_weight(x, dim, ()) if walk.is_weight(x, dim) else walk.logit(x, dim, ())
     program, operands = walk.program(result)
+    for operand in operands:
+        if noise_nodes & {operand.node, *ancestors(operand.node)}:
+            raise Miss(
+                "NOISE",
+                f"the processing of the logits also reads the noise that draws ({operand.node.target})",
+                "draw fresh noise for each use",
+                operand.node,
+            )
     if walk.path is None:
         raise Miss("NO_LINEAR", "the sampled values do not depend on the linear", "remove the unused LM head", sink)
     nodes = walk.visited | noise_nodes | {sink, output}
@@ -124,12 +132,12 @@ def _sink(sink: Node) -> tuple[Node | None, int, int]:
                 raise Miss("SAMPLING_DIM", "argmax runs over all dimensions, not one", "pass dim=-1 to argmax", sink)
             dim = wide[0] if wide else -1
         return sink, dim % max(rank(x), 1), 0
+    if sink.target is aten.topk.default and (args.get(1) != 1 or not args.get(3, args.get("largest", True))):
+        return None, 0, 0
     index = _index_output(sink)
     if index is None:
         return None, 0, 0
     if sink.target is aten.topk.default:
-        if args.get(1) != 1 or not args.get(3, args.get("largest", True)):
-            return None, 0, 0
         return index, args.get(2, args.get("dim", -1)) % rank(x), 0
     return index, args[1] % rank(x), 0
 
@@ -194,6 +202,13 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
         return _score(walk, gather.inner, dim, (gather, *path), used)
     step = step_back(node, dim)
     if step is not None:
+        if target in REPEATING:
+            raise Miss(
+                "NOISE",
+                f"{target} picks rows after the noise was added: rows picked twice share their noise",
+                "pick the rows first, then add the noise",
+                node,
+            )
         return _score(walk, args[0], step.dim_in, (step, *path), used)
     if target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(args[1], (int, float)) and args[1] > 0:
         return _score(walk, args[0], dim, path, used)
