@@ -124,16 +124,12 @@ class Program:
         for n, statement in enumerate(statements):
             match = _STATEMENT.fullmatch(statement)
             if not match:
-                raise ProgramError(
-                    f"statement {n}, {statement!r}: expected `x{n} = op(argument, ...)`"
-                )
+                raise ProgramError(f"statement {n}, {statement!r}: expected `x{n} = op(argument, ...)`")
             name, op, arguments = match.groups()
             if name != f"x{n}":
                 raise ProgramError(f"statement {n}, {statement!r}: must define x{n}, not {name}")
             words = [word.strip() for word in arguments.split(",")] if arguments.strip() else []
-            instructions.append(
-                Instruction(op, tuple(_parse(word, n, statement) for word in words))
-            )
+            instructions.append(Instruction(op, tuple(_parse(word, n, statement) for word in words)))
         return Program(tuple(instructions))
 
     def _where(self, n: int) -> str:
@@ -143,14 +139,10 @@ class Program:
         types: list[str] = []
         for n, one in enumerate(self.instructions):
             if one.op not in OPS:
-                raise ProgramError(
-                    f"{self._where(n)}: no op named {one.op!r}; there are {', '.join(OPS)}"
-                )
+                raise ProgramError(f"{self._where(n)}: no op named {one.op!r}; there are {', '.join(OPS)}")
             wanted = OPS[one.op].arguments
             if len(one.args) != len(wanted):
-                raise ProgramError(
-                    f"{self._where(n)}: {one.op} takes {len(wanted)} arguments, not {len(one.args)}"
-                )
+                raise ProgramError(f"{self._where(n)}: {one.op} takes {len(wanted)} arguments, not {len(one.args)}")
             for position, (arg, want) in enumerate(zip(one.args, wanted, strict=True)):
                 if not isinstance(arg, Ref | float | int) and arg not in DTYPES:
                     raise ProgramError(f"{self._where(n)}: {arg!r} is not an argument")
@@ -164,14 +156,10 @@ class Program:
                     )
             types.append(OPS[one.op].result)
         if types and types[-1] != "f":
-            raise ProgramError(
-                f"{self._where(len(types) - 1)}: the last value, the logit, must be a float"
-            )
+            raise ProgramError(f"{self._where(len(types) - 1)}: the last value, the logit, must be a float")
         _ = self.operand_types  # raises where two uses of an operand disagree
 
-    def run(
-        self, acc: Tensor, operands: Sequence[Tensor], known: Sequence[Tensor | None] = ()
-    ) -> Tensor:
+    def run(self, acc: Tensor, operands: Sequence[Tensor], known: Sequence[Tensor | None] = ()) -> Tensor:
         """The final logits, f32 with the shape of `acc`, computed with torch.
 
         acc: f32 [B, C]. operands: tensors that broadcast to [B, C], one for each operand number.
@@ -197,16 +185,13 @@ class Program:
     def check_operands(self, operands: Sequence[Tensor | torch.dtype]) -> None:
         """Raises ProgramError unless the operands, tensors or their dtypes, fit the program."""
         if len(operands) < self.num_operands:
-            raise ProgramError(
-                f"the program uses {self.num_operands} operands, but got {len(operands)}: {self}"
-            )
+            raise ProgramError(f"the program uses {self.num_operands} operands, but got {len(operands)}: {self}")
         for n, (want, operand) in enumerate(zip(self.operand_types, operands, strict=False)):
             dtype = operand if isinstance(operand, torch.dtype) else operand.dtype
             have = "b" if dtype == torch.bool else "f"
             if dtype.is_complex or want not in (None, have):
                 raise ProgramError(
-                    f"operand a{n} is {dtype}, but the program uses it as "
-                    f"{TYPE_NAMES[want or 'f']}: {self}"
+                    f"operand a{n} is {dtype}, but the program uses it as {TYPE_NAMES[want or 'f']}: {self}"
                 )
 
 
@@ -263,16 +248,13 @@ def operand_kinds(
     kinds, strides = [], []
     for n, operand in enumerate(operands):
         shape = (1, 1, *operand.shape)[-2:]
-        if operand.dim() > 2 or any(
-            have not in (1, want) for have, want in zip(shape, (batch, vocab), strict=True)
-        ):
+        if operand.dim() > 2 or any(have not in (1, want) for have, want in zip(shape, (batch, vocab), strict=True)):
             raise ValueError(
                 f"operand a{n} has shape {list(operand.shape)}, which does not broadcast to the "
                 f"logits' [{batch}, {vocab}]"
             )
         row, column = (
-            0 if size == 1 else stride
-            for size, stride in zip(shape, (0, 0, *operand.stride())[-2:], strict=True)
+            0 if size == 1 else stride for size, stride in zip(shape, (0, 0, *operand.stride())[-2:], strict=True)
         )
         name: Shape = ("full" if column else "row") if row else ("token" if column else "scalar")
         kinds.append(Kind(name, operand.dtype))

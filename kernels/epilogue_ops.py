@@ -60,30 +60,25 @@ def _div(x: Term, y: Term) -> str:
     element, in a kernel whose epilogue is bound by arithmetic.
     """
     if y.literal is not None:
-        inverse = to_f32(1.0 / y.literal) if y.literal else math.inf
-        if math.isfinite(inverse) and abs(inverse) >= 2.0**-126:
-            return f"{x.text} * {inverse!r}"
+        inverse = to_f32(1.0 / y.literal) if y.literal else math.copysign(math.inf, y.literal)
+        if y.literal == 0 or 2.0**-126 <= abs(inverse) < math.inf:
+            return f"{x.text} * {spell(inverse)}"
     elif y.axes < x.axes:
         return f"{x.text} * reciprocal({y.text})"
     return f"tl.div_rn({x.text}, {y.text})"
 
 
 def _pow(x: Term, y: Term) -> str:
-    """The exponents that eager special-cases, as it does; libdevice for the rest."""
+    """Small whole exponents by multiplication; libdevice for the rest."""
     easy = {
         2.0: "{x} * {x}",
         3.0: "{x} * {x} * {x}",
-        0.5: "tl.sqrt_rn({x})",
-        -0.5: "tl.rsqrt({x})",
         -1.0: "reciprocal({x})",
         -2.0: "reciprocal({x} * {x})",
     }
     if y.literal in easy:
         return easy[y.literal].format(x=x.text)
-    base, exponent = (
-        one.text if one.literal is None else f"tl.full((1, 1), {one.text}, tl.float32)"
-        for one in (x, y)
-    )
+    base, exponent = (one.text if one.literal is None else spell_block(one.literal) for one in (x, y))
     return f"pow({base}, {exponent})"
 
 
@@ -149,3 +144,17 @@ def to_f32(number: float) -> float:
         return struct.unpack("f", struct.pack("f", number))[0]
     except OverflowError:
         return math.copysign(math.inf, number)
+
+
+def spell(number: float) -> str:
+    """An f32 in Triton. Below f32's normal range a bare number would make the other side f64."""
+    return spell_block(number) if 0 < abs(number) < 2.0**-126 else _bare(number)
+
+
+def spell_block(number: float) -> str:
+    """An f32 in Triton as a block of one element, for functions that do not take bare numbers."""
+    return f"tl.full((1, 1), {_bare(number)}, tl.float32)"
+
+
+def _bare(number: float) -> str:
+    return repr(number) if math.isfinite(number) else f'float("{number}")'

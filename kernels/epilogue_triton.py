@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -18,7 +17,7 @@ import triton.language as tl
 
 from . import math_triton
 from .epilogue import Arg, Kind, Program, Ref
-from .epilogue_ops import OPS, Term, constant, to_f32
+from .epilogue_ops import OPS, Term, constant, spell, to_f32
 
 _AXES = {"scalar": "", "row": "row", "token": "token", "full": "row token"}
 
@@ -83,14 +82,9 @@ def _source(program: Program, kinds: Sequence[Kind]) -> str:
 
 
 def _literal(value: Arg) -> Term:
-    """A constant, spelled so that Triton keeps f32: outside its normal range it would take f64."""
     if isinstance(value, str):
         return Term(value, frozenset(), value)
     if isinstance(value, bool):
         return Term(f"tl.full((1, 1), {int(value)}, tl.int1)", frozenset(), value)
     value = to_f32(value)
-    if math.isnan(value) or math.isinf(value):
-        return Term(f'float("{value}")', frozenset(), value)
-    if value and abs(value) < 2.0**-126:
-        return Term(f"tl.full((1, 1), {value!r}, tl.float32)", frozenset(), value)
-    return Term(repr(float(value)), frozenset(), value)
+    return Term(spell(value), frozenset(), value)

@@ -32,9 +32,6 @@ CUDA = tl.constexpr(torch.version.hip is None)
 INTERPRET = triton.knobs.runtime.interpret
 """Whether `triton.jit` made interpreted functions of the ones below."""
 
-TANH_END = tl.constexpr(9.02)
-"""From here on the tanh of an f32 rounds to one."""
-
 
 @triton.jit
 def maximum(x, y):
@@ -51,7 +48,7 @@ def tanh(x):
     # x P(x^2) / Q(x^2), a minimax fit of relative error 2^-25.5. One special-function op, the
     # reciprocal, where the textbook 1 - 2 / (exp(2 x) + 1) takes two and loses small x: those units
     # are the kernel's bottleneck.
-    x = maximum(minimum(x, TANH_END), -TANH_END)
+    x = maximum(minimum(x, 9.02), -9.02)  # where the tanh of an f32 rounds to one
     z = x * x
     p = 2.1643002057203375e-08 * z + 3.3447795431129634e-05
     p = p * z + 0.005677783861756325

@@ -63,9 +63,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Te
     return c0, c1, c2, c3
 
 
-def group_words(
-    seed: Tensor, first_id: Tensor, row: Tensor, draw: Tensor, half: int
-) -> tuple[Tensor, ...]:
+def group_words(seed: Tensor, first_id: Tensor, row: Tensor, draw: Tensor, half: int) -> tuple[Tensor, ...]:
     """Four of the eight words of a group: r0..r3 for `half` 0, r4..r7 for `half` 1.
 
     seed: int64, any value; its low half is the first word of the key.

@@ -8,11 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import rng
-
-UNIFORM_SCALE = tl.constexpr(rng.UNIFORM_SCALE)
-UNIFORM_MAX = tl.constexpr(rng.UNIFORM_MAX)
-
 
 @triton.jit
 def group_words(seed, first_id, row, draw):
@@ -34,7 +29,9 @@ def group_words(seed, first_id, row, draw):
 @triton.jit
 def uniform(word):
     """A word as f32 in (0, 1): (word + 1/2) / 2**32, never 0 and never 1."""
-    return tl.minimum((word.to(tl.float32) + 0.5) * UNIFORM_SCALE, UNIFORM_MAX)
+    # UNIFORM_SCALE and UNIFORM_MAX of rng.py, spelled out: with a constexpr global, Triton 3.6 keys
+    # its cache by what else the process compiled before.
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
 
 
 @triton.jit

@@ -12,8 +12,7 @@ from fs_inductor.kernels import rng, rng_triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL_ONES = 0xFFFFFFFF
 EXTREME_WORDS = torch.tensor(
-    [0, 1, 2, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 2**31 + 1]
-    + [2**32 - 2**k for k in range(11)]
+    [0, 1, 2, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 2**31 + 1] + [2**32 - 2**k for k in range(11)]
 )
 
 
@@ -157,7 +156,7 @@ def test_gumbel_tail_has_the_right_measure():
 def test_gumbel_moments():
     n = 1 << 18
     words = rng.philox4x32(
-        tuple(torch.tensor(v) for v in (0, 1, 2)) + (torch.arange(n),),
+        (*(torch.tensor(v) for v in (0, 1, 2)), torch.arange(n)),
         (torch.tensor(1), torch.tensor(2)),
     )
     noise = torch.stack([rng.gumbel(word) for word in words]).double()
