@@ -16,7 +16,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-import fs_inductor.ops  # noqa: F401 - registers the ops
+import fs_inductor.backend  # noqa: F401 - registers the ops and, in a checkout that is not installed, the backend
 from fs_inductor.graph_pass import FlashSamplingPass, PassSequence
 from fs_inductor.kernels.epilogue import Program
 from fs_inductor.options import Options
