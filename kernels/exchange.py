@@ -20,14 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from .peers import MAX_WORLD, Block, Channel, ExchangeError, PeerMemory
+from .peers import MAX_WORLD, NOTHING, Block, Channel, ExchangeError, PeerMemory
 
 __all__ = ["NOTHING", "Channel", "ExchangeError", "Group", "check", "group", "pack", "unpack"]
 
 log = logging.getLogger(__name__)
-
-NOTHING = -(2**63)
-"""The word of a rank that has no candidate: below every other."""
 
 _MASK = 0xFFFFFFFF
 

@@ -35,7 +35,6 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from . import peers
-from .exchange import NOTHING
 
 _FAILED = tl.constexpr(peers.FAILED)
 _RANK = tl.constexpr(peers.RANK)
@@ -167,7 +166,7 @@ def run(channel: peers.Channel, words: Tensor) -> Tensor:
         raise ValueError(f"{count} words are more than the channel's capacity of {channel.capacity}")
     out = torch.empty_like(words)
     if count:  # an empty batch leaves the epoch alone
-        best = words ^ NOTHING  # the device compares without a sign
+        best = words ^ peers.NOTHING  # the device compares without a sign
         exchange_kernel[(1,)](
             best, out, count, channel.block.address, channel.offset, channel.capacity, WORLD=world_block(channel)
         )

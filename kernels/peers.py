@@ -33,6 +33,10 @@ STREAM_CAPACITY = 256  # the least an eager channel is made for, so that growing
 MAX_CAPACITY = 1 << 16  # tokens of one call; more go another way
 
 
+NOTHING = -(2**63)
+"""The word of a rank that has no candidate for a row: below every other."""
+
+
 class ExchangeError(RuntimeError):
     """Ranks of a sharded vocabulary do not answer each other, or did not compile the same thing."""
 
