@@ -87,9 +87,8 @@ class Group:
         """The largest of all ranks' words, elementwise, by one all-gather. int64, any shape."""
         if self.world == 1:
             return words
-        backend = self.process_group._get_backend(words.device).name()
-        # gloo gathers on the CPU.
-        mine = words.reshape(-1).cpu() if backend == "gloo" else words.reshape(-1)
+        # Without a backend for GPUs, words go over the CPU, which any group can gather on.
+        mine = words.reshape(-1).cpu() if self._gathers_on_cpu(words.device) else words.reshape(-1)
         everyone = mine.new_empty(self.world * mine.numel())
         try:
             _all_gather(everyone, mine, group=self.process_group)
@@ -98,6 +97,12 @@ class Group:
                 f"the ranks of process group {self.name!r} could not exchange their winners; did one stop? ({error})"
             ) from error
         return everyone.view(self.world, -1).amax(0).view(words.shape).to(words.device)
+
+    def _gathers_on_cpu(self, device: torch.device) -> bool:
+        try:
+            return self.process_group._get_backend(device).name() == "gloo"
+        except RuntimeError:
+            return True
 
     def channel(self, device: torch.device, count: int) -> Channel | None:
         """Where a launch on the current stream exchanges `count` tokens; None: use `best` instead.
