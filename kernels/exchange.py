@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from .peers import MAX_WORLD, NOTHING, Block, Channel, ExchangeError, PeerMemory
 
-__all__ = ["NOTHING", "Channel", "ExchangeError", "Group", "check", "group", "pack", "unpack"]
+__all__ = ["NOTHING", "Channel", "ExchangeError", "Group", "check", "describe", "group", "pack", "unpack"]
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Group:
         self._sites: set[tuple] = set()
         self._memory: dict[torch.device, PeerMemory | None] = {}
         self._meetings = 0
+        self._said = False
         self._lock = threading.RLock()
         self._alone = self.world == 1 or dist.get_backend(process_group) == "fake"
 
@@ -87,6 +88,9 @@ class Group:
         """The largest of all ranks' words, elementwise, by one all-gather. int64, any shape."""
         if self.world == 1:
             return words
+        if not self._said:
+            self._said = True
+            log.info("process group %r exchanges winners by all-gather on %s", self.name, words.device)
         # Without a backend for GPUs, words go over the CPU, which any group can gather on.
         mine = words.reshape(-1).cpu() if self._gathers_on_cpu(words.device) else words.reshape(-1)
         everyone = mine.new_empty(self.world * mine.numel())
@@ -303,6 +307,11 @@ def group(name: str) -> Group:
         if known is None or known.process_group is not process_group:
             known = _groups[name] = Group(process_group)
         return known
+
+
+def describe(name: str, device: torch.device) -> str:
+    """How winners travel between the ranks of that process group, in words: for reports. See `Group.describe`."""
+    return group(name).describe(device)
 
 
 def check(groups: Sequence[Group] | None = None) -> None:
