@@ -36,7 +36,7 @@ _TMA_TRANSPOSED = tl.constexpr(2)  # a descriptor of the [D, rows] view, rows co
 
 
 @triton.jit
-def _load_rows(source, row0, d, num_rows, stride_r, stride_d, D: tl.constexpr, MODE: tl.constexpr,
+def _load_rows(source, row0, d, num_rows, D, stride_r, stride_d, EVEN_D: tl.constexpr, MODE: tl.constexpr,
                BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr):
     """The block [BLOCK_R, BLOCK_D] of a [num_rows, D] matrix at (row0, d), zero outside it; row0 may be negative."""
     if MODE == _TMA:
@@ -47,7 +47,7 @@ def _load_rows(source, row0, d, num_rows, stride_r, stride_d, D: tl.constexpr, M
         rows = row0 + tl.arange(0, BLOCK_R)
         ds = d + tl.arange(0, BLOCK_D)
         mask = ((rows >= 0) & (rows < num_rows))[:, None]
-        if D % BLOCK_D != 0:
+        if not EVEN_D:
             mask = mask & (ds < D)[None, :]
         # rows * stride passes 2**31 for a vocabulary of 262144 with D = 8192.
         pointers = source + rows.to(tl.int64)[:, None] * stride_r + ds.to(tl.int64)[None, :] * stride_d
@@ -133,8 +133,13 @@ def _any(mask):
 
 @triton.jit
 def _best_key(best, slots, row_mask):
-    """The key [BB] of the best score so far. An old value is only lower, so racing with other programs is harmless."""
-    return (tl.load(best + slots, mask=row_mask, other=0, volatile=True) >> 32).to(tl.uint32)
+    """The key [BB] of the best score so far. An old value is only lower, so racing with other programs is harmless.
+
+    An atomic, although it changes nothing: of a plain load, threads that hold the same row would each make their own
+    and read different values, part at the next branch, and wait for each other at a barrier forever.
+    """
+    zero = tl.zeros(slots.shape, tl.uint64)
+    return (tl.atomic_max(best + slots, zero, mask=row_mask, sem="relaxed", scope="gpu") >> 32).to(tl.uint32)
 
 
 @triton.jit
@@ -149,7 +154,7 @@ def _max_nan(a, b):
 
 
 @triton.jit
-def _offer_argmax(logits, first_col, row_mask, slots, best, id_base, BLOCK_V: tl.constexpr, INTERPRET: tl.constexpr):
+def _offer_argmax(logits, first_col, row_mask, slots, best, id_base, BV: tl.constexpr, INTERPRET: tl.constexpr):
     """Greedy: offer the lowest id of each row's maximum; a NaN counts as above everything, as in torch.argmax."""
     if INTERPRET:  # a custom reduction runs element by element there
         top = tl.max(logits, 1)
@@ -160,7 +165,7 @@ def _offer_argmax(logits, first_col, row_mask, slots, best, id_base, BLOCK_V: tl
     wins = (key >= _best_key(best, slots, row_mask)) & row_mask
     if _any(wins):
         at_top = (logits == top[:, None]) | (logits != logits)
-        col = tl.min(tl.where(at_top, tl.arange(0, BLOCK_V)[None, :], BLOCK_V), 1)
+        col = tl.min(tl.where(at_top, tl.arange(0, BV)[None, :], BV), 1)
         # An all -inf row is at its maximum in the masked columns before the shard too.
         ids = tl.maximum(col.to(tl.int64) + first_col, 0) + id_base
         tl.atomic_max(best + slots, _word(key, ids), mask=wins, sem="relaxed", scope="gpu")
@@ -228,8 +233,8 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, operands, ope
         _offer_argmax(logits, v0, row_mask, rows, best, id_base, BV, INTERPRET)
     else:
         x = logits.reshape(BB, NG, G)
-        # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
         top = tl.max(x, 2) * _LOG2_E
+        # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
         top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
         p = tl.exp2(x * _LOG2_E - top[:, :, None])
         LEVELS: tl.constexpr = 4 if G == 128 else 3 if G == 64 else 2 if G == 32 else 1  # bits above 2
@@ -254,8 +259,8 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, operands, ope
 @triton.jit(do_not_specialize=["B", "id_base", "num_draws"])
 def gemm_sample_kernel(
     hidden, weight, seed, out, scratch_words, operands, operand_strides,
-    B, V, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
-    D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr,
+    B, V, D, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
+    EVEN_D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr,
     ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
     G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
     ACCS: tl.constexpr, FLATTEN: tl.constexpr, EXCHANGE: tl.constexpr, INTERPRET: tl.constexpr,
@@ -267,6 +272,7 @@ def gemm_sample_kernel(
     before the shard. An argument of its own, because its divisibility is what makes loads of operands wide.
     """
     ACC_V: tl.constexpr = BLOCK_V // ACCS
+    steps = tl.cdiv(D, BLOCK_D)
     best = (scratch_words + 1).to(tl.pointer_type(tl.uint64), bitcast=True)
     num_b = tl.cdiv(B, BLOCK_B)
     num_tiles = tl.cdiv(V + shift, BLOCK_V) * num_b
@@ -276,27 +282,26 @@ def gemm_sample_kernel(
     if FLATTEN:
         # One loop over tiles and depth, so that the loads of the next tile are under way during an epilogue.
         # (tl.range's flatten=True does the same, but fails to compile with branches in the epilogue.)
-        STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
         tile = pid - num_programs
-        step = STEPS - 1
+        step = steps - 1
         v0 = 0
         b0 = 0
         acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
         acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-        for _ in range(0, tl.cdiv(num_tiles - pid, num_programs) * STEPS):
-            step = tl.where(step == STEPS - 1, 0, step + 1)
+        for _ in range(0, tl.cdiv(num_tiles - pid, num_programs) * steps):
+            step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 tile += num_programs
                 v0 = (tile // num_b) * BLOCK_V - shift
                 b0 = (tile % num_b) * BLOCK_B
             d = step * BLOCK_D
-            h = _load_rows(hidden, b0, d, B, stride_hb, stride_hd, D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
-            w = _load_rows(weight, v0, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+            h = _load_rows(hidden, b0, d, B, D, stride_hb, stride_hd, EVEN_D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
+            w = _load_rows(weight, v0, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
             acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
             if ACCS == 2:
-                w = _load_rows(weight, v0 + ACC_V, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+                w = _load_rows(weight, v0 + ACC_V, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
                 acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
-            if step == STEPS - 1:
+            if step == steps - 1:
                 _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
                             EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
                 acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
@@ -311,11 +316,11 @@ def gemm_sample_kernel(
             acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
             acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
             for d in range(0, D, BLOCK_D):
-                h = _load_rows(hidden, b0, d, B, stride_hb, stride_hd, D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
-                w = _load_rows(weight, v0, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+                h = _load_rows(hidden, b0, d, B, D, stride_hb, stride_hd, EVEN_D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
+                w = _load_rows(weight, v0, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
                 acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
                 if ACCS == 2:
-                    w = _load_rows(weight, v0 + ACC_V, d, V, stride_wv, stride_wd, D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+                    w = _load_rows(weight, v0 + ACC_V, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
                     acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
             _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
                         EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
@@ -375,8 +380,8 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config)
     def run():
         gemm_sample_kernel[grid](
             hidden_arg, weight_arg, seed, out, words, tuple(operands), strides,
-            num_rows, vocab, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
-            D=depth, EPILOGUE=emit(Program.parse(program), kinds), GREEDY=seed is None, MANY_DRAWS=num_draws > 1,
+            num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
+            EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds), GREEDY=seed is None, MANY_DRAWS=num_draws > 1,
             ROW_SEEDS=seed is not None and seed.dim() == 1, HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode,
             PRECISION=_precision(hidden.dtype), G=GROUP,
             BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, ACCS=tile.accumulators,
