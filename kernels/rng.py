@@ -41,12 +41,6 @@ def level_bits(group: int = GROUP) -> tuple[int, ...]:
     return (*range(group.bit_length() - 2, 2, -1), 0, 2, 1)
 
 
-def _mulhilo(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    # The 64-bit product wraps around the sign of int64, but its bits are right.
-    product = word * multiplier
-    return (product >> 32) & _MASK, product & _MASK
-
-
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Philox4x32 with ten rounds: four words for a counter of four words and a key of two.
 
@@ -55,11 +49,11 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        high_a, low_a = _mulhilo(_ROUND_A, c0)
-        high_b, low_b = _mulhilo(_ROUND_B, c2)
-        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
-        k0 = (k0 + _KEY_A) & _MASK
-        k1 = (k1 + _KEY_B) & _MASK
+        # The 64-bit products wrap around the sign of int64, but all their bits are right.
+        product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
+        c0, c1 = (product_b >> 32 ^ c1 ^ k0) & _MASK, product_b & _MASK
+        c2, c3 = (product_a >> 32 ^ c3 ^ k1) & _MASK, product_a & _MASK
+        k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
     return c0, c1, c2, c3
 
 
