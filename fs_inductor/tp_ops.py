@@ -133,8 +133,25 @@ def _winners(hidden, weight, seed, operands, program, num_samples, vocab, capaci
     return exchange.unpack(group.best(words))
 
 
-def _winners_cuda(group, *arguments):
-    raise NotImplementedError("sharded heads on CUDA are not wired up yet")
+def _winners_cuda(group, hidden, weight, seed, operands, program, num_samples, start):
+    from .kernels import exchange, exchange_triton, gemm_sample
+
+    shape = (hidden.shape[0], num_samples)
+    channel = group.channel(hidden.device, shape[0] * shape[1])
+    if weight.shape[0] == 0:
+        words = torch.full(shape, exchange.NOTHING, device=hidden.device)
+        if channel is not None:
+            return exchange_triton.run(channel, words.view(-1)).view(shape)
+    else:
+        how = "words" if channel is None else channel
+        if seed is None:
+            found = gemm_sample.argmax(hidden, weight, operands, program, start, exchange=how)[:, None]
+        else:
+            found = gemm_sample.sample(hidden, weight, seed, operands, program, num_samples, start, exchange=how)
+        if channel is not None:
+            return found
+        words = found
+    return exchange.unpack(group.best(words))
 
 
 def _part(operand: Tensor, vocab: int, given: int, start: int, rows: int) -> Tensor:

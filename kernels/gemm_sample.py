@@ -13,6 +13,8 @@ ids of a row sit in one thread's registers and splitting a group in halves only 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import scratch, tiles
 from .epilogue import Program, emit, operand_kinds
+from .exchange_triton import exchange_winners, world_block
+from .peers import Channel
 from .rng import GROUP
 from .rng_triton import group_words, gumbel, uniform
 
@@ -206,15 +210,20 @@ def _offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, seed, draw,
 
 
 @triton.jit
-def _finish(best, out, count, EXCHANGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn `count` winners into tokens and zero their words. Only the last program of a launch runs this."""
+def _finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn `count` winners into tokens and zero their words. Only the last program of a launch runs this.
+
+    WORDS: leave the winners as words, for other ranks to compare, signed as torch compares.
+    """
     for start in range(0, count, BLOCK):
         slots = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = slots < count
         word = tl.atomic_xchg(best + slots, tl.zeros((BLOCK,), tl.uint64), mask=mask, sem="relaxed", scope="gpu")
-        if EXCHANGE is not None:
-            word = EXCHANGE(word, slots, mask)  # ranks of a sharded vocabulary agree on one winner here
-        tl.store(out + slots, (0xFFFFFFFF - (word & 0xFFFFFFFF)).to(tl.int64), mask=mask)
+        if WORDS:
+            token = word ^ 0x8000000000000000
+        else:
+            token = 0xFFFFFFFF - (word & 0xFFFFFFFF)
+        tl.store(out + slots, token.to(tl.int64), mask=mask)
 
 
 @triton.jit
@@ -256,18 +265,20 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, operands, ope
                         BB, NG, G, LEVELS)
 
 
-@triton.jit(do_not_specialize=["B", "id_base", "num_draws"])
+@triton.jit(do_not_specialize=["B", "id_base", "num_draws", "block", "channel", "capacity"])
 def gemm_sample_kernel(
-    hidden, weight, seed, out, scratch_words, operands, operand_strides,
+    hidden, weight, seed, out, scratch_words, block, channel, capacity, operands, operand_strides,
     B, V, D, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
     EVEN_D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr,
     ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
     G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    ACCS: tl.constexpr, FLATTEN: tl.constexpr, EXCHANGE: tl.constexpr, INTERPRET: tl.constexpr,
+    ACCS: tl.constexpr, FLATTEN: tl.constexpr, WORLD: tl.constexpr,
+    WORDS: tl.constexpr, INTERPRET: tl.constexpr,
 ):
     """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
 
     scratch_words: int64, zero: a counter, then one word for each output.
+    WORLD: 0, or the ranks to agree with on the winners (`exchange_triton.py` says on block, channel and capacity).
     shift: id_base % G. Groups start at global multiples of G, so tiles do too, and the first one reaches that far
     before the shard. An argument of its own, because its divisibility is what makes loads of operands wide.
     """
@@ -332,7 +343,10 @@ def gemm_sample_kernel(
     tl.debug_barrier()
     done = tl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
     if done == tl.num_programs(0) - 1:
-        _finish(best, out, B.to(tl.int64) * num_draws, EXCHANGE, 1024)
+        if WORLD > 0:
+            exchange_winners(best, out, B.to(tl.int64) * num_draws, block, channel, capacity, WORLD)
+        else:
+            _finish(best, out, B.to(tl.int64) * num_draws, WORDS, 1024)
         tl.store(scratch_words, 0)
 
 
@@ -341,25 +355,27 @@ _INTERPRET = bool(triton.knobs.runtime.interpret)
 
 def sample(
     hidden: Tensor, weight: Tensor, seed: Tensor, operands: list[Tensor], program: str, num_samples: int = 1,
-    id_base: int = 0, config: tiles.Tile | None = None,
+    id_base: int = 0, config: tiles.Tile | None = None, exchange: Channel | Literal["words"] | None = None,
 ) -> Tensor:
     """Draw `num_samples` token ids a row from softmax(program(hidden @ weight.T)); int64 [B, num_samples].
 
     hidden [B, D] and weight [V, D]: bf16, f16 or f32, any strides. seed: int64, 0-d, or [B] for a seed a row.
     operands broadcast to [B, V]. Ids are in [id_base, id_base + V). `config` overrides the measured tile.
+    exchange: with a channel, the ids are those that all ranks agree on; with "words", the result is the winners'
+    words, for `exchange.Group.best`.
     """
-    return _launch(hidden, weight, seed, operands, program, num_samples, id_base, config)
+    return _launch(hidden, weight, seed, operands, program, num_samples, id_base, config, exchange)
 
 
 def argmax(
     hidden: Tensor, weight: Tensor, operands: list[Tensor], program: str, id_base: int = 0,
-    config: tiles.Tile | None = None,
+    config: tiles.Tile | None = None, exchange: Channel | Literal["words"] | None = None,
 ) -> Tensor:
     """The lowest id of the largest of program(hidden @ weight.T) in each row; int64 [B]. Arguments as `sample`."""
-    return _launch(hidden, weight, None, operands, program, 1, id_base, config)[:, 0]
+    return _launch(hidden, weight, None, operands, program, 1, id_base, config, exchange)[:, 0]
 
 
-def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config):
+def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config, exchange):
     num_rows, depth = hidden.shape
     vocab = weight.shape[0]
     if id_base + vocab >= 2**32:
@@ -376,17 +392,21 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config)
     num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
     grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
     words = scratch.take(hidden.device, 1 + out.numel())
+    channel, world = (0, 0, 0), 0
+    if isinstance(exchange, Channel):
+        channel, world = (exchange.block.address, exchange.offset, exchange.capacity), world_block(exchange)
 
     def run():
         gemm_sample_kernel[grid](
-            hidden_arg, weight_arg, seed, out, words, tuple(operands), strides,
+            hidden_arg, weight_arg, seed, out, words, *channel, tuple(operands), strides,
             num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
             EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds), GREEDY=seed is None, MANY_DRAWS=num_draws > 1,
             ROW_SEEDS=seed is not None and seed.dim() == 1, HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode,
             PRECISION=_precision(hidden.dtype), G=GROUP,
             BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, ACCS=tile.accumulators,
             FLATTEN=tile.flatten and depth > 0,
-            EXCHANGE=None, INTERPRET=_INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            WORLD=world, WORDS=exchange == "words",
+            INTERPRET=_INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
     if hidden.is_cuda and hidden.device.index != torch.cuda.current_device():

@@ -11,8 +11,9 @@ import torch
 from ranks import run_ranks
 from triton.runtime import interpreter
 
-from fs_inductor.kernels import exchange, exchange_triton, peers
+from fs_inductor.kernels import exchange, exchange_triton, gemm_sample, peers, reference
 from fs_inductor.kernels.peers import Block, ExchangeError, PeerMemory
+from fs_inductor.kernels.rng import GROUP
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
@@ -352,3 +353,41 @@ def _run_check(rank, world, blocks):
 def test_check_raises_what_a_kernel_reported():
     (message,) = run_ranks(_run_check, 1, _shared_blocks(1))
     assert "rank 1 did not send its winners" in message and "exchange 77" in message
+
+
+# --- in the launch of the fused kernel -------------------------------------------------------------
+
+
+def _run_kernel(rank, world, blocks, vocab, capacity):
+    """The kernel's own exchange, and its winners as words."""
+    hidden, weight, mask = _kernel_case(vocab)
+    start = min(rank * capacity, vocab)
+    mine = weight[start : start + capacity]
+    operands = [mask[:, start : start + capacity]]
+    channel = _block(blocks, rank).carve(CAPACITY)
+    args = (hidden, mine, torch.tensor(5), operands, _MASKED)
+    tokens = [gemm_sample.sample(*args, 2, start, exchange=channel) for _ in range(2)]
+    tokens.append(gemm_sample.argmax(hidden, mine, operands, _MASKED, start, exchange=channel))
+    return tokens, gemm_sample.sample(*args, 2, start, exchange="words")
+
+
+_MASKED = "x0 = where(a0, -inf, acc)"
+
+
+def _kernel_case(vocab: int):
+    g = torch.Generator().manual_seed(vocab)
+    hidden, weight = torch.randn(3, 16, generator=g), torch.randn(vocab, 16, generator=g)
+    return hidden, weight, torch.rand(3, vocab, generator=g) < 0.3
+
+
+@pytest.mark.parametrize(("vocab", "capacity"), [(500, 256), (100, 50), (257, 256)])
+def test_the_fused_kernel_exchanges_in_its_launch(vocab, capacity):
+    results = run_ranks(_run_kernel, 2, _shared_blocks(2), vocab, capacity)
+    hidden, weight, mask = _kernel_case(vocab)
+    words = torch.stack([words for _, words in results])
+    for (first, second, greedy), _ in results:
+        assert torch.equal(first, exchange.unpack(words.amax(0)))
+        assert torch.equal(second, first)
+        assert torch.equal(greedy, reference.argmax(hidden, weight, [mask], _MASKED))
+        if capacity % GROUP == 0:
+            assert torch.equal(first, reference.sample(hidden, weight, torch.tensor(5), [mask], _MASKED, 2))
