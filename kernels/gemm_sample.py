@@ -61,6 +61,22 @@ def _load_rows(source, row0, d, num_rows, D, stride_r, stride_d, EVEN_D: tl.cons
     return block
 
 
+@triton.jit
+def _multiply(acc0, acc1, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
+              EVEN_D: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
+              BLOCK_B: tl.constexpr, ACC_V: tl.constexpr, BLOCK_D: tl.constexpr, ACCS: tl.constexpr,
+              INTERPRET: tl.constexpr):
+    """Add the product over D from d to d + BLOCK_D to the accumulators [BLOCK_B, ACC_V] of neighbouring ids."""
+    h = _load_rows(hidden, b0, d, B, D, stride_hb, stride_hd, EVEN_D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
+    w = _load_rows(weight, v0, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+    acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
+    if ACCS == 2:
+        v1 = v0 + ACC_V
+        w = _load_rows(weight, v1, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
+        acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
+    return acc0, acc1
+
+
 # A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
 # With accumulators as the matrix unit leaves them, bits 2 and 1 number the threads of a quad and the others a thread's
 # registers, so splitting on those moves nothing. Masses are always added in that order, so that they are the same
@@ -136,14 +152,21 @@ def _any(mask):
 
 
 @triton.jit
-def _best_key(best, slots, row_mask):
-    """The key [BB] of the best score so far. An old value is only lower, so racing with other programs is harmless.
+def _read_best(best, slots, row_mask, BB: tl.constexpr, THREADS: tl.constexpr):
+    """The rows' words so far, [BB, COPIES]. An old one is only lower, so racing with other programs is harmless.
 
-    An atomic, although it changes nothing: of a plain load, threads that hold the same row would each make their own
-    and read different values, part at the next branch, and wait for each other at a barrier forever.
+    What is not harmless is two threads that hold one row and have read different values: they part at the next branch
+    and wait for each other at a barrier forever. So there are copies enough that every element is one thread's alone
+    (at two elements, the widest load, a thread), and `_best_key` settles on their maximum.
     """
-    zero = tl.zeros(slots.shape, tl.uint64)
-    return (tl.atomic_max(best + slots, zero, mask=row_mask, sem="relaxed", scope="gpu") >> 32).to(tl.uint32)
+    COPIES: tl.constexpr = 2 * THREADS // BB if 2 * THREADS > BB else 1
+    copies = tl.zeros((1, COPIES), tl.int32)
+    return tl.load((best + slots)[:, None] + copies, mask=row_mask[:, None] & (copies == 0), other=0, volatile=True)
+
+
+@triton.jit
+def _best_key(words):
+    return tl.max((words >> 32).to(tl.uint32), 1)
 
 
 @triton.jit
@@ -158,7 +181,7 @@ def _max_nan(a, b):
 
 
 @triton.jit
-def _offer_argmax(logits, first_col, row_mask, slots, best, id_base, BV: tl.constexpr, INTERPRET: tl.constexpr):
+def _offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base, BV: tl.constexpr, INTERPRET: tl.constexpr):
     """Greedy: offer the lowest id of each row's maximum; a NaN counts as above everything, as in torch.argmax."""
     if INTERPRET:  # a custom reduction runs element by element there
         top = tl.max(logits, 1)
@@ -166,7 +189,7 @@ def _offer_argmax(logits, first_col, row_mask, slots, best, id_base, BV: tl.cons
     else:
         top = tl.reduce(logits, 1, _max_nan)
     key = _order_key(top)
-    wins = (key >= _best_key(best, slots, row_mask)) & row_mask
+    wins = (key >= best_key) & row_mask
     if _any(wins):
         at_top = (logits == top[:, None]) | (logits != logits)
         col = tl.min(tl.where(at_top, tl.arange(0, BV)[None, :], BV), 1)
@@ -176,7 +199,7 @@ def _offer_argmax(logits, first_col, row_mask, slots, best, id_base, BV: tl.cons
 
 
 @triton.jit
-def _offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, seed, draw, id_base,
+def _offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, seed, draw, id_base,
                 BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
     """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
 
@@ -187,7 +210,6 @@ def _offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, seed, draw,
     draw = tl.zeros_like(rows) + draw  # a tensor, also for the interpreter, where loops count in Python
     noise = gumbel(group_words(seed, first_id, rows, draw)[7])
     key = _order_key(top * _LN_2 + tl.log(mass) + noise)
-    best_key = _best_key(best, slots, row_mask)
     wins = (key >= best_key[:, None]) & row_mask[:, None]
     if _any(wins):
         # A value of its own for this branch: the tournament adds what `_mass` has added, and the compiler would keep all
@@ -227,9 +249,9 @@ def _finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
+def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
                 EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr,
-                G: tl.constexpr, BB: tl.constexpr, BV: tl.constexpr, INTERPRET: tl.constexpr):
+                G: tl.constexpr, BB: tl.constexpr, BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
     """Offer the candidates of one tile: acc [BB, BV] is the product of rows b0... and ids v0... of the shard."""
     NG: tl.constexpr = BV // G
     rows = b0 + tl.arange(0, BB)
@@ -239,7 +261,7 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, operands, ope
     logits = EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
     logits = tl.where(col_mask[None, :], logits, -_INF)
     if GREEDY:
-        _offer_argmax(logits, v0, row_mask, rows, best, id_base, BV, INTERPRET)
+        _offer_argmax(logits, v0, row_mask, rows, best, _best_key(best_words), id_base, BV, INTERPRET)
     else:
         x = logits.reshape(BB, NG, G)
         top = tl.max(x, 2) * _LOG2_E
@@ -258,10 +280,12 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, operands, ope
         if MANY_DRAWS:
             for draw in range(0, num_draws):
                 slots = rows.to(tl.int64) * num_draws + draw
-                _offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, row_seed, draw, id_base,
+                best_key = _best_key(_read_best(best, slots, row_mask, BB, THREADS))
+                _offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
                             BB, NG, G, LEVELS)
         else:
-            _offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, row_seed, 0, id_base,
+            best_key = _best_key(best_words)
+            _offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
                         BB, NG, G, LEVELS)
 
 
@@ -273,7 +297,7 @@ def gemm_sample_kernel(
     ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
     G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
     ACCS: tl.constexpr, FLATTEN: tl.constexpr, WORLD: tl.constexpr,
-    WORDS: tl.constexpr, INTERPRET: tl.constexpr,
+    WORDS: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
 ):
     """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
 
@@ -283,61 +307,66 @@ def gemm_sample_kernel(
     before the shard. An argument of its own, because its divisibility is what makes loads of operands wide.
     """
     ACC_V: tl.constexpr = BLOCK_V // ACCS
-    steps = tl.cdiv(D, BLOCK_D)
     best = (scratch_words + 1).to(tl.pointer_type(tl.uint64), bitcast=True)
     num_b = tl.cdiv(B, BLOCK_B)
     num_tiles = tl.cdiv(V + shift, BLOCK_V) * num_b
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    v0 = 0
+    b0 = 0
+    acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+    acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
     # Rows are the inner direction of tiles: the programs that run together share a weight tile in L2.
+    # In both loops the epilogue of a tile stands at the head of the next round, before the product. Triton lets the
+    # layout of whichever comes last spread first, and were that an operand's load, it would take whole tiles through
+    # shared memory, and reckon them twice, to suit it.
     if FLATTEN:
-        # One loop over tiles and depth, so that the loads of the next tile are under way during an epilogue.
-        # (tl.range's flatten=True does the same, but fails to compile with branches in the epilogue.)
+        # One loop over tiles and depth, so that the loads of the next tile are under way during an epilogue. (What
+        # tl.range's flatten=True does, but that fails to compile with branches in the epilogue.)
+        steps = tl.cdiv(D, BLOCK_D)
         tile = pid - num_programs
         step = steps - 1
-        v0 = 0
-        b0 = 0
-        acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-        acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-        for _ in range(0, tl.cdiv(num_tiles - pid, num_programs) * steps):
+        for i in range(0, tl.cdiv(num_tiles - pid, num_programs) * steps + 1):
+            if (step == steps - 1) & (i > 0):
+                rows = b0 + tl.arange(0, BLOCK_B)
+                best_words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)
+                _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
+                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS, INTERPRET)
+                acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+                if ACCS == 2:
+                    _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, best_words, operands,
+                                operand_strides, EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS,
+                                INTERPRET)
+                    acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 tile += num_programs
                 v0 = (tile // num_b) * BLOCK_V - shift
                 b0 = (tile % num_b) * BLOCK_B
-            d = step * BLOCK_D
-            h = _load_rows(hidden, b0, d, B, D, stride_hb, stride_hd, EVEN_D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
-            w = _load_rows(weight, v0, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
-            acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
-            if ACCS == 2:
-                w = _load_rows(weight, v0 + ACC_V, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
-                acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
-            if step == steps - 1:
-                _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
-                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
-                acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-                if ACCS == 2:
-                    _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
-                                EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
-                    acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+            acc0, acc1 = _multiply(acc0, acc1, hidden, weight, b0, v0, step * BLOCK_D, B, V, D, stride_hb, stride_hd,
+                                   stride_wv, stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, ACC_V,
+                                   BLOCK_D, ACCS, INTERPRET)
     else:
-        for tile in range(pid, num_tiles, num_programs):
+        rows = tl.arange(0, BLOCK_B)
+        best_words = _read_best(best, rows, rows < 0, BLOCK_B, THREADS)
+        for tile in range(pid, num_tiles + num_programs, num_programs):
+            if tile > pid:
+                _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
+                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS, INTERPRET)
+                if ACCS == 2:
+                    _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, best_words, operands,
+                                operand_strides, EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS,
+                                INTERPRET)
             v0 = (tile // num_b) * BLOCK_V - shift
             b0 = (tile % num_b) * BLOCK_B
             acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
             acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-            for d in range(0, D, BLOCK_D):
-                h = _load_rows(hidden, b0, d, B, D, stride_hb, stride_hd, EVEN_D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
-                w = _load_rows(weight, v0, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
-                acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
-                if ACCS == 2:
-                    w = _load_rows(weight, v0 + ACC_V, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
-                    acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
-            _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
-                        EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
-            if ACCS == 2:
-                _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, operands, operand_strides,
-                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, INTERPRET)
+            rows = b0 + tl.arange(0, BLOCK_B)
+            best_words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)  # early: the product hides the wait
+            for d in range(0, tl.where(tile < num_tiles, D, 0), BLOCK_D):
+                acc0, acc1 = _multiply(acc0, acc1, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv,
+                                       stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, ACC_V, BLOCK_D,
+                                       ACCS, INTERPRET)
 
     # The barrier orders this program's updates before its one thread counts; the counter orders programs.
     tl.debug_barrier()
@@ -406,7 +435,7 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config,
             BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, ACCS=tile.accumulators,
             FLATTEN=tile.flatten and depth > 0,
             WORLD=world, WORDS=exchange == "words",
-            INTERPRET=_INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            THREADS=32 * tile.num_warps, INTERPRET=_INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
     if hidden.is_cuda and hidden.device.index != torch.cuda.current_device():
