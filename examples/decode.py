@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,14 +126,12 @@ def run_backend(name: str, decoder: Decoder, temperature: float, seed: int) -> O
     sampled = decoder.decode(sample, temperature)
     seconds = time.perf_counter() - start
 
+    greedy_tokens = decoder.decode(greedy)
+    draws = decoder.redraw(sample, temperature, name)
+    fit = measure.goodness_of_fit(draws, decoder.probabilities(temperature))
     last = decoder.prefill()
-    return Outcome(
-        sampled=sampled,
-        greedy=decoder.decode(greedy),
-        fit=measure.goodness_of_fit(decoder.redraw(sample, temperature, name), decoder.probabilities(temperature)),
-        tokens_per_second=sampled.numel() / seconds,
-        peak_bytes=measure.peak_memory(lambda: sample(decoder.model, last, decoder.cache, temperature), last.device),
-    )
+    peak = measure.peak_memory(lambda: sample(decoder.model, last, decoder.cache, temperature), last.device)
+    return Outcome(sampled, greedy_tokens, fit, sampled.numel() / seconds, peak)
 
 
 def synchronize(device: torch.device) -> None:
@@ -247,6 +246,8 @@ def main(argv: list[str] | None = None, recipe: tiny_lm.Recipe = tiny_lm.DEFAULT
     parser, args = parse(argv)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # `past_key_values` is the name that all versions of transformers 5 up to 5.39 take.
+    warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     folder = args.model
     if folder is None:
         try:
