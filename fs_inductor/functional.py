@@ -66,7 +66,7 @@ def linear_sample(
     tokens = torch.ops.flashsampling.sample(
         program.rows, weight.detach(), seed, operands, str(program), num_samples or 1
     )
-    return tokens.reshape(*hidden.shape[:-1], *(() if num_samples is None else (num_samples,)))
+    return tokens.reshape((*hidden.shape[:-1], *(() if num_samples is None else (num_samples,))))
 
 
 def linear_argmax(
@@ -190,5 +190,7 @@ def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:
 
 
 def _draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
     where = device if generator is None else generator.device
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=where, generator=generator).to(device)
