@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.registry import list_backends, register_backend
 from torch._inductor import config as inductor_config
 
-from . import ops  # noqa: F401 - compiled code, cached code too, calls the registered ops
+from . import ops, tp_ops  # noqa: F401 - compiled code, cached code too, calls the registered ops
 from .graph_pass import FlashSamplingPass, PassSequence
 from .options import Options
 from .report import Report

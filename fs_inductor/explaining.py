@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ def explain(
 
         before = dict(counters["graph_break"])
         torch._dynamo.reset()
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch(force_disable_caches=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # that is what was asked for
             torch.compile(original, backend=backend, dynamic=dynamic)(*args, **kwargs)
         # A break before the first tensor op leaves no graph to carry its place.
         new = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
