@@ -7,9 +7,9 @@ exported:
 
 `acc` is the f32 accumulator, `xN` the N-th result, `aN` the N-th operand: a tensor that broadcasts
 to the logits, bool or (converted to) f32. The last statement is the final logit; the empty program
-is `acc` itself. `OPS` gives each op its type, its torch and its Triton spelling in one row.
-`Program.run` is the torch interpreter; `epilogue_triton.emit` writes the same program as a Triton
-function, and only that needs Triton.
+is `acc` itself. `OPS`, in `epilogue_ops.py`, gives each op its type, its torch and its Triton
+spelling in one row. `Program.run` is the torch interpreter; `emit` writes the same program as a
+Triton function, and only that needs Triton.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class _Logits:
         self.batch, self.vocab = hidden.shape[0], weight.shape[0]
         self.device = hidden.device
         self._weight, self._operands, self._program = weight, operands, program
-        self._bias = _fused_bias(program, operands, weight.dtype)
+        self._bias = _fused_bias(program, operands, weight)
         self._known = 2 if self._bias is not None else int(_rounds_acc(program, weight.dtype))
         # The machine's own matmul rounds its result to the dtype it works in, so low precision is
         # right exactly where the program rounds there first.
@@ -302,19 +302,18 @@ def _rounds_acc(program: Program, dtype: torch.dtype) -> bool:
     return op == "round" and args[0] == Ref("acc") and DTYPES[args[1]] == dtype and _uses(program, Ref("acc")) == 1
 
 
-def _fused_bias(program: Program, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """The bias, if the program starts as `addmm` does: adds a bias per token, then rounds to this dtype."""
-    if dtype == torch.float32 or len(program.instructions) < 2:
+def _fused_bias(program: Program, operands: Sequence[Tensor], weight: Tensor) -> Tensor | None:
+    """The bias [V], if the program starts as `addmm` does: adds it, then rounds to the weight's dtype."""
+    if weight.dtype == torch.float32 or len(program.instructions) < 2:
         return None
     add, rounded = program.instructions[:2]
     if add.op != "add" or rounded.op != "round" or rounded.args[0] != Ref("x", 0):
         return None
-    bias = [arg for arg in add.args if isinstance(arg, Ref) and arg.kind == "a"]
+    bias = [operands[arg.n] for arg in add.args if isinstance(arg, Ref) and arg.kind == "a"]
     once = _uses(program, Ref("acc")) == _uses(program, Ref("x", 0)) == 1
-    if Ref("acc") not in add.args or not bias or not once or DTYPES[rounded.args[1]] != dtype:
+    if Ref("acc") not in add.args or not bias or not once or DTYPES[rounded.args[1]] != weight.dtype:
         return None
-    bias = operands[bias[0].n]
-    return bias if bias.dim() == 1 and bias.dtype == dtype else None
+    return bias[0] if bias[0].shape == weight.shape[:1] and bias[0].dtype == weight.dtype else None
 
 
 def _uses(program: Program, ref: Ref) -> int:

@@ -117,6 +117,11 @@ def test_tournament_on_uneven_logits():
     assert (measure[::5] == 0).all()
 
 
+def test_of_equal_sides_the_first_counts_as_the_smaller():
+    words = [torch.tensor([0, 2**32 - 1])] * 7
+    assert reference.winner_in_group(torch.zeros(2, G), words).tolist() == [0, G - 1]
+
+
 # --- The specification, spelled out ----------------------------------------------------------------
 
 
@@ -380,6 +385,7 @@ def test_rounding_is_where_the_program_puts_it(dtype):
         (f"x0 = round(acc, {name})", [], linear(hidden, weight)),
         (f"x0 = add(acc, a0); x1 = round(x0, {name})", [bias], linear(hidden, weight, bias)),
         (f"x0 = add(a0, acc); x1 = round(x0, {name})", [bias], linear(hidden, weight, bias)),
+        (f"x0 = add(acc, a0); x1 = round(x0, {name})", [bias[:1]], (exact + bias[0].float()).to(dtype)),
         ("", [], exact),
         ("x0 = add(acc, a0)", [bias], exact + bias.float()),
         (f"x0 = add(acc, a0); x1 = round(x0, {name}); x2 = add(x0, x1)", [bias], None),
