@@ -54,7 +54,22 @@ def argmax(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: 
     return winners(hidden, weight, None, operands, program, 1, id_base)[1].squeeze(1)
 
 
-@torch.no_grad()
+def sample_and_argmax(
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    operands: Sequence[Tensor],
+    program: str,
+    greedy_program: str,
+    num_samples: int = 1,
+    id_base: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`sample` of one program and `argmax` of another, over one product: int64 [B, num_samples] and [B]."""
+    wanted = [(program, seed, num_samples), (greedy_program, None, 1)]
+    (_, drawn), (_, largest) = _reduce(hidden, weight, operands, wanted, id_base)
+    return drawn, largest.squeeze(1)
+
+
 def winners(
     hidden: Tensor,
     weight: Tensor,
@@ -68,23 +83,47 @@ def winners(
 
     Of several shards' winners of a row the one with the highest score, at a tie the lowest id, is the row's.
     """
+    return _reduce(hidden, weight, operands, [(program, seed, num_samples)], id_base)[0]
+
+
+@torch.no_grad()
+def _reduce(
+    hidden: Tensor,
+    weight: Tensor,
+    operands: Sequence[Tensor],
+    wanted: Sequence[tuple[str, Tensor | None, int]],
+    id_base: int,
+) -> list[tuple[Tensor, Tensor]]:
+    """Scores and ids, as `winners` gives them, for each (program, seed or None, draws) that is wanted."""
     batch, vocab = hidden.shape[0], weight.shape[0]
-    score = torch.full((batch, num_samples), -torch.inf, device=hidden.device)
-    ids = torch.full((batch, num_samples), id_base, dtype=torch.int64, device=hidden.device)
+    programs = [Program.parse(text) for text, _, _ in wanted]
+    results = [
+        (
+            torch.full((batch, draws), -torch.inf, device=hidden.device),
+            torch.full((batch, draws), id_base, dtype=torch.int64, device=hidden.device),
+        )
+        for _, _, draws in wanted
+    ]
     for first in range(0, batch, ROW_BLOCK):
         rows = slice(first, min(first + ROW_BLOCK, batch))
         operands_here = [_cut(operand, 0, batch, rows) for operand in operands]
-        logits = _Logits(hidden[rows], weight, operands_here, Program.parse(program))
-        if seed is None:
-            score[rows], ids[rows] = _largest(logits, id_base)
-        else:
+        logits = _Logits(hidden[rows], weight, operands_here, programs)
+        reductions: list[_Largest | _Drawn] = []
+        for _, seed, draws in wanted:
+            if seed is None:
+                reductions.append(_Largest(logits, id_base))
+                continue
             row = torch.arange(rows.start, rows.stop, device=hidden.device)
-            seed_here = seed[rows] if seed.dim() else seed
             if seed.dim():  # the seed tells rows apart
-                row = torch.zeros_like(row)
-            noise = _Noise(seed_here.reshape(-1, 1, 1), row.reshape(-1, 1, 1), vocab, id_base)
-            score[rows], ids[rows] = _drawn(logits, noise, num_samples)
-    return score, ids
+                row, seed = torch.zeros_like(row), seed[rows]
+            noise = _Noise(seed.reshape(-1, 1, 1), row.reshape(-1, 1, 1), vocab, id_base)
+            reductions.append(_Drawn(logits, noise, draws))
+        for columns in logits.chunks(id_base % GROUP):
+            for reduction, chunk in zip(reductions, logits.chunk(columns), strict=True):
+                reduction.update(columns, chunk)
+        for (score, ids), reduction in zip(results, reductions, strict=True):
+            score[rows], ids[rows] = reduction.result()
+    return results
 
 
 def winner_in_group(logits: Tensor, words: Sequence[Tensor]) -> Tensor:
@@ -122,41 +161,56 @@ def _beats(value: Tensor, best: Tensor) -> Tensor:
 # --- The two reductions over the vocabulary --------------------------------------------------------
 
 
-def _largest(logits: _Logits, id_base: int) -> tuple[Tensor, Tensor]:
-    """Greedy: f32 [B, 1] and int64 [B, 1]."""
-    best = torch.full((logits.batch,), -torch.inf, device=logits.device)
-    index = torch.zeros(logits.batch, dtype=torch.int64, device=logits.device)
-    for columns in logits.chunks(0):
-        value, here = logits.chunk(columns).max(1)
-        better = _beats(value, best)
-        best = torch.where(better, value, best)
-        index = torch.where(better, here + columns.start, index)
-    return best[:, None], index[:, None] + id_base
+class _Largest:
+    """Greedy."""
+
+    def __init__(self, logits: _Logits, id_base: int):
+        self.id_base = id_base
+        self.best = torch.full((logits.batch,), -torch.inf, device=logits.device)
+        self.index = torch.zeros(logits.batch, dtype=torch.int64, device=logits.device)
+
+    def update(self, columns: slice, chunk: Tensor) -> None:
+        """chunk: f32 [B, C], the logits of these columns."""
+        value, here = chunk.max(1)
+        better = _beats(value, self.best)
+        self.best = torch.where(better, value, self.best)
+        self.index = torch.where(better, here + columns.start, self.index)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """f32 [B, 1] and int64 [B, 1]."""
+        return self.best[:, None], self.index[:, None] + self.id_base
 
 
-def _drawn(logits: _Logits, noise: _Noise, num_samples: int) -> tuple[Tensor, Tensor]:
-    """Group-Gumbel: f32 [B, n] and int64 [B, n]."""
-    draws = [slice(n, min(n + DRAW_BLOCK, num_samples)) for n in range(0, num_samples, DRAW_BLOCK)]
-    best = [_Best(logits.batch, block, logits.device) for block in draws]
-    # For one block of draws, the noise of all groups is small, and making it at once saves calls.
-    kept = noise.gumbel(draws[0], slice(0, noise.groups)) if len(draws) == 1 else None
-    for columns in logits.chunks(noise.shift):
-        before = columns.start + noise.shift
-        groups = slice(before // GROUP, -(-(columns.stop + noise.shift) // GROUP))
+class _Drawn:
+    """Group-Gumbel."""
+
+    def __init__(self, logits: _Logits, noise: _Noise, num_samples: int):
+        self.noise = noise
+        draws = [slice(n, min(n + DRAW_BLOCK, num_samples)) for n in range(0, num_samples, DRAW_BLOCK)]
+        self.best = [_Best(logits.batch, block, logits.device) for block in draws]
+        # For one block of draws, the noise of all groups is small, and making it at once saves calls.
+        self.kept = noise.gumbel(draws[0], slice(0, noise.groups)) if len(draws) == 1 else None
+
+    def update(self, columns: slice, chunk: Tensor) -> None:
+        """chunk: f32 [B, C], the logits of these columns, which cut no group but at the shard's ends."""
+        before = columns.start + self.noise.shift
+        groups = slice(before // GROUP, -(-(columns.stop + self.noise.shift) // GROUP))
         left = before - groups.start * GROUP
-        right = groups.stop * GROUP - columns.stop - noise.shift
-        chunk = logits.chunk(columns)
+        right = groups.stop * GROUP - columns.stop - self.noise.shift
         if left or right:
             chunk = F.pad(chunk, (left, right), value=-torch.inf)
         chunk = chunk.unflatten(1, (-1, GROUP))
         log_mass = chunk.logsumexp(2)[:, None]
-        for block in best:
-            here = noise.gumbel(block.draws, groups) if kept is None else kept[:, :, groups]
+        for block in self.best:
+            here = self.noise.gumbel(block.draws, groups) if self.kept is None else self.kept[:, :, groups]
             block.update(log_mass + here, chunk, groups.start)
-    score = torch.cat([block.score for block in best], 1)
-    index = torch.cat([block.group * GROUP + block.winner(noise) for block in best], 1)
-    first = noise.id_base
-    return score, torch.where(score == -torch.inf, first, index - noise.shift + first)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """f32 [B, n] and int64 [B, n]."""
+        noise = self.noise
+        score = torch.cat([block.score for block in self.best], 1)
+        index = torch.cat([block.group * GROUP + block.winner(noise) for block in self.best], 1)
+        return score, torch.where(score == -torch.inf, noise.id_base, index - noise.shift + noise.id_base)
 
 
 class _Best:
@@ -224,14 +278,17 @@ class _Noise:
 
 
 class _Logits:
-    """The final logits of a block of rows, computed in chunks of the vocabulary."""
+    """The final logits of a block of rows, by one program or by several, in chunks of the vocabulary."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: Program):
+    def __init__(self, hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], programs: Sequence[Program]):
         self.batch, self.vocab = hidden.shape[0], weight.shape[0]
         self.device = hidden.device
-        self._weight, self._operands, self._program = weight, operands, program
-        self._bias = _fused_bias(program, operands, weight)
-        self._known = 2 if self._bias is not None else int(_rounds_acc(program, weight.dtype))
+        self._weight, self._operands, self._programs = weight, operands, programs
+        self._bias = _fused_bias(programs[0], operands, weight)
+        if any(_fused_bias(program, operands, weight) is not self._bias for program in programs):
+            self._bias = None
+        rounds = all(_rounds_acc(program, weight.dtype) for program in programs)
+        self._known = 2 if self._bias is not None else int(rounds)
         # The machine's own matmul rounds its result to the dtype it works in, so low precision is
         # right exactly where the program rounds there first.
         dtype = weight.dtype if self._known else torch.float32
@@ -253,12 +310,12 @@ class _Logits:
             yield slice(start, stop)
             start = stop
 
-    def chunk(self, columns: slice) -> Tensor:
-        """The final logits of these columns, f32 [B, C]."""
+    def chunk(self, columns: slice) -> list[Tensor]:
+        """The final logits of these columns by each program, f32 [B, C]."""
         product = self._product(columns).contiguous().to(torch.float32)
         operands = [_cut(operand, 1, self.vocab, columns) for operand in self._operands]
         known = (None,) * (self._known - 1) + (product,) * bool(self._known)
-        return self._program.run(product, operands, known)
+        return [program.run(product, operands, known) for program in self._programs]
 
     def _product(self, columns: slice) -> Tensor:
         weight = self._weight[columns]
