@@ -352,10 +352,16 @@ sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [bool[B, 160
     # -- 16: greedy rows among drawn ones ----------------------------------------------------------------------------
 
     def test_mixed_clamped(self):
-        self.golden(CASES["mixed_clamped"], """""")
+        self.golden(CASES["mixed_clamped"], """\
+sample_and_argmax(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[B, 1]])
+  program: x0 = div(acc, a0)
+  greedy_program: acc""")
 
     def test_mixed_race(self):
-        self.golden(CASES["mixed_race"], """""")
+        self.golden(CASES["mixed_race"], """\
+sample_and_argmax(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[B, 1]])
+  program: x0 = div(acc, a0)
+  greedy_program: acc""")
 
     # -- 19: several samples -----------------------------------------------------------------------------------------
 
@@ -368,4 +374,6 @@ sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], num_samples 3)
         )
 
     def test_two_draws(self):
-        self.golden(CASES["two_draws"], """""")
+        self.golden(CASES["two_draws"], """\
+sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], num_samples 3)
+  program: acc""")
