@@ -17,9 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Forked from a server that has imported torch once: a rank starts in a tenth of a second, not in three.
+# Forked from a server that has imported torch once: a rank starts in a tenth of a second, not in several.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "fs_inductor.tp_ops", "fs_inductor.kernels.exchange_triton"])
+_context.set_forkserver_preload(
+    [
+        "fs_inductor.tp_ops",
+        "fs_inductor.kernels.exchange_triton",
+        "torch._dynamo",
+        "torch.distributed.tensor.parallel",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 class RankError(AssertionError):
