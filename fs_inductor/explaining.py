@@ -32,6 +32,8 @@ def explain(
     original = getattr(fn, "_torchdynamo_orig_callable", fn)
     if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
         original = fn._orig_mod
+    elif isinstance(fn, torch.nn.Module) and fn._compiled_call_impl is not None:
+        original = fn._call_impl  # `module.compile()` was called: calling the module would run that code
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         report = Report()
@@ -60,15 +62,17 @@ def explain(
 def _sentence(reason: str, stack: Sequence[Any]) -> str:
     """Dynamo's reason for a graph break, where it says what happened and what it needs, without its debugging notes."""
     text = " ".join(re.split(r"Developer debug context:|For more details about", reason)[0].split())
-    what, *hints = re.split(r" Hint: ", text.replace(" Explanation: ", ": "))
-    ours = [hint for word, hint in _HINTS.items() if word in reason]
+    if text.startswith("generic_jump"):
+        text = "Data-dependent branching: a Python branch on the value of a tensor"
+    what, *hints = re.split(r" Hint: ", re.sub(r"\.? Explanation: ", ": ", text))
+    ours = [hint for word, hint in _HINTS.items() if word in reason or word in text]
     where = f"{stack[-1].filename}:{stack[-1].lineno} ({stack[-1].name}): " if stack else ""
-    return where + " What to do: ".join([what, *(ours or hints)[:1]])
+    return where + ". What to do: ".join([what.rstrip("."), *(ours or hints)[:1]])
 
 
 # What to do about the breaks that sampling code is known for.
 _HINTS = {
     "Generator": "drop generator=: the compiled step follows torch.manual_seed; or call fs_inductor.linear_sample.",
     "Tensor.item()": "keep the value in a tensor: divide by a temperature tensor, choose with torch.where.",
-    "data-dependent": "choose with torch.where instead of a Python branch on a tensor.",
+    "Data-dependent branching": "choose with torch.where instead of a Python branch on a tensor.",
 }
