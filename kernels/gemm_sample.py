@@ -62,19 +62,13 @@ def _load_rows(source, row0, d, num_rows, D, stride_r, stride_d, EVEN_D: tl.cons
 
 
 @triton.jit
-def _multiply(acc0, acc1, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
+def _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
               EVEN_D: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
-              BLOCK_B: tl.constexpr, ACC_V: tl.constexpr, BLOCK_D: tl.constexpr, ACCS: tl.constexpr,
-              INTERPRET: tl.constexpr):
-    """Add the product over D from d to d + BLOCK_D to the accumulators [BLOCK_B, ACC_V] of neighbouring ids."""
+              BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr):
+    """Add the product over D from d to d + BLOCK_D to the accumulator."""
     h = _load_rows(hidden, b0, d, B, D, stride_hb, stride_hd, EVEN_D, HIDDEN_MODE, BLOCK_B, BLOCK_D, INTERPRET)
-    w = _load_rows(weight, v0, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
-    acc0 = tl.dot(h, w.T, acc0, input_precision=PRECISION)
-    if ACCS == 2:
-        v1 = v0 + ACC_V
-        w = _load_rows(weight, v1, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, ACC_V, BLOCK_D, INTERPRET)
-        acc1 = tl.dot(h, w.T, acc1, input_precision=PRECISION)
-    return acc0, acc1
+    w = _load_rows(weight, v0, d, V, D, stride_wv, stride_wd, EVEN_D, WEIGHT_MODE, BLOCK_V, BLOCK_D, INTERPRET)
+    return tl.dot(h, w.T, acc, input_precision=PRECISION)
 
 
 # A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
@@ -296,7 +290,7 @@ def gemm_sample_kernel(
     EVEN_D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr,
     ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
     G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    ACCS: tl.constexpr, FLATTEN: tl.constexpr, WORLD: tl.constexpr,
+    FLATTEN: tl.constexpr, HEAD: tl.constexpr, WORLD: tl.constexpr,
     WORDS: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
 ):
     """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
@@ -305,8 +299,11 @@ def gemm_sample_kernel(
     WORLD: 0, or the ranks to agree with on the winners (`exchange_triton.py` says on block, channel and capacity).
     shift: id_base % G. Groups start at global multiples of G, so tiles do too, and the first one reaches that far
     before the shard. An argument of its own, because its divisibility is what makes loads of operands wide.
+    HEAD: where the epilogue of a tile stands: at the head of the next round, before the product, or at the tail of its
+    own. Triton lets the layout of whichever comes last spread first, and were that the load of a [B, V] operand, it
+    would take whole tiles through shared memory, and reckon them twice, to suit it. In the flattened loop that has a
+    price: the product of one round must end before the next begins.
     """
-    ACC_V: tl.constexpr = BLOCK_V // ACCS
     best = (scratch_words + 1).to(tl.pointer_type(tl.uint64), bitcast=True)
     num_b = tl.cdiv(B, BLOCK_B)
     num_tiles = tl.cdiv(V + shift, BLOCK_V) * num_b
@@ -314,59 +311,53 @@ def gemm_sample_kernel(
     num_programs = tl.num_programs(0)
     v0 = 0
     b0 = 0
-    acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-    acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+    acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     # Rows are the inner direction of tiles: the programs that run together share a weight tile in L2.
-    # In both loops the epilogue of a tile stands at the head of the next round, before the product. Triton lets the
-    # layout of whichever comes last spread first, and were that an operand's load, it would take whole tiles through
-    # shared memory, and reckon them twice, to suit it.
     if FLATTEN:
         # One loop over tiles and depth, so that the loads of the next tile are under way during an epilogue. (What
         # tl.range's flatten=True does, but that fails to compile with branches in the epilogue.)
         steps = tl.cdiv(D, BLOCK_D)
+        rounds = tl.cdiv(num_tiles - pid, num_programs) * steps
         tile = pid - num_programs
         step = steps - 1
-        for i in range(0, tl.cdiv(num_tiles - pid, num_programs) * steps + 1):
-            if (step == steps - 1) & (i > 0):
-                rows = b0 + tl.arange(0, BLOCK_B)
-                best_words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)
-                _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
-                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS, INTERPRET)
-                acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-                if ACCS == 2:
-                    _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, best_words, operands,
-                                operand_strides, EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS,
-                                INTERPRET)
-                    acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+        for i in range(0, rounds + 1 if HEAD else rounds):
+            if HEAD:
+                if (step == steps - 1) & (i > 0):
+                    rows = b0 + tl.arange(0, BLOCK_B)
+                    words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)
+                    _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
+                                EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
+                    acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 tile += num_programs
                 v0 = (tile // num_b) * BLOCK_V - shift
                 b0 = (tile % num_b) * BLOCK_B
-            acc0, acc1 = _multiply(acc0, acc1, hidden, weight, b0, v0, step * BLOCK_D, B, V, D, stride_hb, stride_hd,
-                                   stride_wv, stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, ACC_V,
-                                   BLOCK_D, ACCS, INTERPRET)
+            acc = _multiply(acc, hidden, weight, b0, v0, step * BLOCK_D, B, V, D, stride_hb, stride_hd, stride_wv,
+                            stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D,
+                            INTERPRET)
+            if not HEAD:
+                if step == steps - 1:
+                    rows = b0 + tl.arange(0, BLOCK_B)
+                    words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)
+                    _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
+                                EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
+                    acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     else:
         rows = tl.arange(0, BLOCK_B)
-        best_words = _read_best(best, rows, rows < 0, BLOCK_B, THREADS)
+        words = _read_best(best, rows, rows < 0, BLOCK_B, THREADS)
         for tile in range(pid, num_tiles + num_programs, num_programs):
             if tile > pid:
-                _offer_tile(acc0, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
-                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS, INTERPRET)
-                if ACCS == 2:
-                    _offer_tile(acc1, v0 + ACC_V, b0, B, V, id_base, num_draws, seed, best, best_words, operands,
-                                operand_strides, EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, ACC_V, THREADS,
-                                INTERPRET)
+                _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
+                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
             v0 = (tile // num_b) * BLOCK_V - shift
             b0 = (tile % num_b) * BLOCK_B
-            acc0 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
-            acc1 = tl.zeros((BLOCK_B, ACC_V), tl.float32)
+            acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             rows = b0 + tl.arange(0, BLOCK_B)
-            best_words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)  # early: the product hides the wait
+            words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)  # early: the product hides the wait
             for d in range(0, tl.where(tile < num_tiles, D, 0), BLOCK_D):
-                acc0, acc1 = _multiply(acc0, acc1, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv,
-                                       stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, ACC_V, BLOCK_D,
-                                       ACCS, INTERPRET)
+                acc = _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
+                                EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D, INTERPRET)
 
     # The barrier orders this program's updates before its one thread counts; the counter orders programs.
     tl.debug_barrier()
@@ -416,8 +407,12 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config,
     tile = config or tiles.pick(device.arch, hidden.dtype, num_rows, vocab, depth)
     shift = id_base % GROUP
     hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
-    weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v // tile.accumulators, shift)
+    weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
     kinds, strides = operand_kinds(operands, num_rows, vocab)
+    full = any(kind.shape == "full" for kind in kinds)
+    # Below 64 rows products are synchronous and waiting for them is no price; above, better two loops than the wait.
+    head = full or tile.block_b < 64
+    flatten = tile.flatten and depth > 0 and not (full and tile.block_b > 64)
     num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
     grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
     words = scratch.take(hidden.device, 1 + out.numel())
@@ -432,10 +427,11 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config,
             EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds), GREEDY=seed is None, MANY_DRAWS=num_draws > 1,
             ROW_SEEDS=seed is not None and seed.dim() == 1, HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode,
             PRECISION=_precision(hidden.dtype), G=GROUP,
-            BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, ACCS=tile.accumulators,
-            FLATTEN=tile.flatten and depth > 0,
+            BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, 
+            FLATTEN=flatten, HEAD=head,
             WORLD=world, WORDS=exchange == "words",
-            THREADS=32 * tile.num_warps, INTERPRET=_INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            THREADS=32 * tile.num_warps, INTERPRET=_INTERPRET,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
 
     if hidden.is_cuda and hidden.device.index != torch.cuda.current_device():

@@ -14,8 +14,7 @@ from .rng import GROUP
 class Tile:
     """One specialisation of the kernel.
 
-    A program multiplies [block_b, block_d] by [block_v, block_d] at a time. The block_v columns are kept in `accumulators`
-    separate accumulators, whose epilogues run one after the other: each has half the values to hold in registers. `flatten` fuses the loop over tiles with
+    A program multiplies [block_b, block_d] by [block_v, block_d] at a time. `flatten` fuses the loop over tiles with
     the one over D, so that the loads of the next tile start before the epilogue of this one.
     """
 
@@ -24,7 +23,6 @@ class Tile:
     block_d: int
     num_warps: int
     num_stages: int
-    accumulators: int = 1
     programs_per_sm: int = 1
     flatten: bool = True
     use_tma: bool = True
@@ -60,7 +58,7 @@ _HOPPER_16 = {
     32: Tile(32, 128, 128, num_warps=4, num_stages=4),
     64: Tile(64, 128, 128, num_warps=4, num_stages=4),
     128: Tile(128, 128, 64, num_warps=8, num_stages=5),
-    None: Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
+    None: Tile(128, 256, 64, num_warps=8, num_stages=4, flatten=False),
 }
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {

@@ -68,7 +68,7 @@ def test_tokens_do_not_depend_on_the_tile():
     tiles = [
         Tile(16, 128, 128, 4, 4),
         Tile(64, 128, 64, 4, 4),
-        Tile(128, 256, 64, 8, 3, accumulators=2, flatten=False),
+        Tile(128, 256, 64, 8, 3, flatten=False),
         Tile(128, 128, 64, 8, 3, use_tma=False),
     ]
     draws = [gemm_sample.sample(hidden, weight, seed_tensor(), [], "x0 = mul(acc, 0.7)", 1, 0, t) for t in tiles]
@@ -105,7 +105,7 @@ def test_float32_follows_torchs_precision(monkeypatch):
         assert lost.max() < bound
 
 
-@pytest.mark.parametrize("vocab, tile", [(100, None), (5003, None), (5003, Tile(128, 256, 64, 8, 3, accumulators=2))])
+@pytest.mark.parametrize("vocab, tile", [(100, None), (5003, None), (5003, Tile(128, 256, 64, 8, 3))])
 def test_the_distribution_is_softmax(vocab, tile):
     rows, rounds = 1 << 14, 16
     generator = torch.Generator("cuda").manual_seed(1)
