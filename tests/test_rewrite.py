@@ -37,15 +37,14 @@ def test_rewritten_call(name):
 
     if case.kind != "draw":
         greedy = first_argmax(call.logits(call.greedy_program))
-        expected = eager
+        rows = ...
         if case.kind == "mixed":
             rows = case.args[2] < 1e-5
             assert rows.any() and not rows.all()
-            tokens, expected, greedy = tokens[rows], eager[rows], greedy[rows]
         # Sums of the cases are exact, so eager has no rounding of its own: no near-tie is excused.
-        assert torch.equal(tokens, expected)
+        assert torch.equal(tokens[rows], eager[rows])
         if name != "band":  # adds its offset after the op
-            assert torch.equal(greedy, expected.flatten())
+            assert torch.equal(greedy[rows], eager[rows].flatten())
     if case.kind != "greedy":
         expected = case.logits(*fresh(case.args)).reshape(-1, vocabulary).double().softmax(-1)
         actual = call.logits().double().softmax(-1)
