@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from types import SimpleNamespace
 
@@ -56,7 +57,7 @@ def _epoch(block: Block, channel: peers.Channel) -> int:
 # --- the protocol --------------------------------------------------------------------------------
 
 
-def _run_steps(rank, world, blocks, batches, first_epoch=0, delays=False, late=0.0):
+def _run_steps(rank, world, blocks, batches, first_epoch, delays=False, late=0.0, slow_from=None):
     _patch_once()
     block = _block(blocks, rank)
     channel = block.carve(CAPACITY)
@@ -67,13 +68,16 @@ def _run_steps(rank, world, blocks, batches, first_epoch=0, delays=False, late=0
     for i, words in enumerate(_words(world, batches)):
         if delays and i % 25 == rank:
             time.sleep(0.01)
+        if slow_from is not None and i >= slow_from and rank == i % world:
+            time.sleep(0.2)  # the others look at this rank's slots long before it has written to them
         tokens.append(exchange_triton.run(channel, words[rank]))
     return torch.cat(tokens), _epoch(block, channel)
 
 
-def _check_steps(world: int, batches: list[int], first_epoch: int = 0, blocks=None, seconds: float = 100, **kwargs):
+def _check_steps(world: int, batches: list[int], first_epoch: int = 0, blocks=None, **how):
     blocks = blocks or _shared_blocks(world)
-    results = run_ranks(_run_steps, world, blocks, batches, first_epoch, *kwargs.values(), seconds=seconds)
+    step = functools.partial(_run_steps, **how)
+    results = run_ranks(step, world, blocks, batches, first_epoch, seconds=300)
     expected = _expected(_words(world, batches))
     for rank, (tokens, epoch) in enumerate(results):
         wrong = int((tokens != expected).sum())
@@ -92,7 +96,7 @@ def test_three_ranks():
 
 
 def test_a_batch_that_shrinks_for_5000_steps_and_grows_again():
-    _check_steps(2, [CAPACITY] * 3 + [1] * 5000 + [CAPACITY] * 3)
+    _check_steps(2, [CAPACITY] * 3 + [1] * 5000 + [CAPACITY] * 3, slow_from=5003)
 
 
 def test_empty_batches_leave_the_epoch_alone():
@@ -106,12 +110,17 @@ def test_the_epoch_wraps_around():
 def test_words_of_an_epoch_that_comes_again_are_gone_by_then():
     """What a slot would hold after a batch had been small for 2**32 exchanges: a word with the current epoch."""
     blocks, first_epoch, grows = _shared_blocks(2), 2**31 - 3, 6
+    every_slot = []
     for rank in (0, 1):
         channel = _block(blocks, rank).carve(CAPACITY)
-        slots = blocks[rank][channel.offset + peers.CHANNEL_HEADER_WORDS :].view(-1)[: 4 * 2 * CAPACITY]
+        slots = blocks[rank][channel.offset + peers.CHANNEL_HEADER_WORDS :][: 4 * 2 * CAPACITY].view(2, 2, CAPACITY, 2)
+        every_slot.append(slots)
         for epoch in (first_epoch + 1 + grows, first_epoch + 2 + grows):
-            slots.view(2, 2, CAPACITY, 2)[epoch % 2, :, 1:] = (epoch - 2**32) * 2**32 + 0xFFFFFFFF
-    _check_steps(2, [1] * grows + [CAPACITY] * 4, first_epoch, blocks)
+            slots[epoch % 2, :, 1:] = (epoch - 2**32) * 2**32 + 0xFFFFFFFF
+    _check_steps(2, [1] * grows, first_epoch, blocks)
+    epochs = (torch.stack(every_slot) >> 32) & 0xFFFFFFFF
+    assert epochs[..., 1:, :].unique().tolist() == [2**31 - 2, 2**31 - 1]
+    _check_steps(2, [CAPACITY] * 4, first_epoch + grows, blocks)
 
 
 def test_more_rows_than_are_handled_at_a_time():
@@ -192,7 +201,7 @@ def test_a_rank_that_is_gone_ends_the_wait_and_every_later_call():
 def _run_with_a_rank_that_comes_too_late(rank, world, blocks):
     block = _block(blocks, rank, timeout=0.5)
     channel = block.carve(CAPACITY)
-    steps = _words(world, [2] * 4)
+    steps = _words(world, [CAPACITY] * 4)
     if rank == 1:
         time.sleep(3)
     tokens = [exchange_triton.run(channel, steps[0][rank]).tolist()]
@@ -206,10 +215,10 @@ def test_a_rank_that_comes_too_late_fails_too():
     (first, first_status), (second, second_status) = run_ranks(
         _run_with_a_rank_that_comes_too_late, 2, _shared_blocks(2)
     )
-    assert first == [[-1, -1]] * 4
+    assert first == [[-1] * CAPACITY] * 4
     assert first_status == [2, 1]
     # Its peer's words of the first exchange were there; of later ones none came.
-    assert second == [_expected(_words(2, [2])).tolist()] + [[-1, -1]] * 3
+    assert second == [_expected(_words(2, [CAPACITY])).tolist()] + [[-1] * CAPACITY] * 3
     assert second_status == [1, 2]
 
 
