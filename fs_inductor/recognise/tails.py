@@ -219,19 +219,61 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
                 mask = walk.emit("logical_not", mask) if negated else mask
                 return walk.emit("where", mask, -math.inf, _score(walk, other, dim, path, used))
     if target is aten.div.Tensor and walk.is_weight(args[0], dim):
-        made_of = noise.exponential(args[1])
-        if made_of is not None and _is_fresh(args[1], node, made_of, used):
-            return walk.log_weight(args[0], dim, path)
+        candidate, power, raised = _temperature(walk, args[1], POWERS, node, dim)
+        made_of = noise.exponential(candidate)
+        if made_of is not None and _is_fresh(args[1], node, [*raised, *made_of], used):
+            return _tempered(walk, walk.log_weight(args[0], dim, path), power, node, dim, path)
     if target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
         pairs = [(args[0], args[1], 1 if target is aten.add.Tensor else -1)]
         if target is aten.add.Tensor:
             pairs.append((args[1], args[0], 1))
-        for logits, candidate, sign in pairs:
+        for logits, scaled, sign in pairs:
+            candidate, factor, product = _temperature(walk, scaled, PRODUCTS, node, dim)
             found = noise.gumbel(candidate)
             if found is not None and found[1] * sign == 1 and logits in walk.dependents and same_shape(logits, node):
-                if _is_fresh(candidate, node, found[0], used):
-                    return walk.logit(logits, dim, path)
+                if _is_fresh(scaled, node, [*product, *found[0]], used):
+                    return _tempered(walk, walk.logit(logits, dim, path), factor, node, dim, path)
     raise _unknown_noise(node)
+
+
+POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
+PRODUCTS = {aten.mul.Tensor}
+
+
+def _temperature(walk: Walk, node: Any, targets: set, user: Node, dim: int) -> tuple[Any, Any, list[Node]]:
+    """Noise with its temperature, ``E ** T`` or ``T * G``, as (noise, T, the nodes in between); T is 1 for bare noise.
+
+    A tensor T is taken to be positive, as temperatures are; zero means greedy.
+    """
+    nodes: list[Node] = []
+    inner = node
+    while isinstance(inner, Node) and (is_identity(inner) or inner.target in CASTS):
+        nodes.append(inner)
+        inner = inner.args[0]
+    if isinstance(inner, Node) and inner.target in targets:
+        for x, t in (inner.args, reversed(inner.args)) if targets is PRODUCTS else (inner.args,):
+            is_number = isinstance(t, (int, float))
+            if (is_number and t > 0) or (isinstance(t, Node) and not _is_noise(t) and _is_outside(walk, t, user, dim)):
+                return x, t, [*nodes, inner]
+    return node, 1, []
+
+
+def _is_noise(node: Node) -> bool:
+    return noise.gumbel(node) is not None or noise.exponential(node) is not None
+
+
+def _is_outside(walk: Walk, node: Node, user: Node, dim: int) -> bool:
+    return node not in walk.dependents and walk._is_row_constant(node, user, dim)
+
+
+def _tempered(walk: Walk, value: Value, t: Any, node: Node, dim: int, path: Path) -> Value:
+    """Noise scaled by T on logits is noise on logits divided by T."""
+    if t == 1:
+        return value
+    divisor = walk._argument(t, node, dim, path)
+    if divisor.number is None:
+        divisor = walk.emit("maximum", divisor, 1e-30)
+    return walk.emit("div", value, divisor)
 
 
 def _is_fresh(candidate: Node, node: Node, made_of: list[Node], used: set[Node]) -> bool:
