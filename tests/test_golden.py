@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from golden import GoldenTestCase
 from idiom_cases import CASES
-from support import GoldenTestCase
 
 
 class Tails(GoldenTestCase):
@@ -352,16 +352,22 @@ sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [bool[B, 160
     # -- 16: greedy rows among drawn ones ----------------------------------------------------------------------------
 
     def test_mixed_clamped(self):
-        self.golden(CASES["mixed_clamped"], """\
+        self.golden(
+            CASES["mixed_clamped"],
+            """\
 sample_and_argmax(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[B, 1]])
   program: x0 = div(acc, a0)
-  greedy_program: acc""")
+  greedy_program: acc""",
+        )
 
     def test_mixed_race(self):
-        self.golden(CASES["mixed_race"], """\
+        self.golden(
+            CASES["mixed_race"],
+            """\
 sample_and_argmax(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[B, 1]])
   program: x0 = div(acc, a0)
-  greedy_program: acc""")
+  greedy_program: acc""",
+        )
 
     # -- 19: several samples -----------------------------------------------------------------------------------------
 
@@ -374,6 +380,9 @@ sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], num_samples 3)
         )
 
     def test_two_draws(self):
-        self.golden(CASES["two_draws"], """\
+        self.golden(
+            CASES["two_draws"],
+            """\
 sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], num_samples 3)
-  program: acc""")
+  program: acc""",
+        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import idiom_cases_logits  # noqa: F401 - adds its cases
+from golden import GoldenTestCase
 from idiom_cases import CASES
-from support import GoldenTestCase
 
 
 class Logits(GoldenTestCase):

@@ -1,55 +1,11 @@
-"""For every spelling, the rewritten call samples from the distribution that the user wrote, or takes eager's tokens.
-
-Nothing here is random: the tensors that reach the op are taken from an execution of the rewritten graph.
-"""
-
-from __future__ import annotations
+"""For every spelling, the rewritten call samples from the distribution that the user wrote, or takes eager's tokens."""
 
 import idiom_cases_logits  # noqa: F401 - adds its cases
 import pytest
-import torch
 from idiom_cases import CASES
-from support import assert_fused, fresh, run_pass
-
-# Logits of the cases are below 64 in magnitude and pass at most four inexact float32 steps.
-RELATIVE_ERROR = 4 * 64 * 2.0**-24 * 4
-
-
-def first_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest id of the maximum, whatever torch's argmax does with ties."""
-    return (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+from rewrite_checks import check_rewritten_call
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rewritten_call(name):
-    case = CASES[name]
-    torch.manual_seed(0)
-    with torch.no_grad():
-        eager = case.fn(*fresh(case.args))
-    rewritten = run_pass(case.fn, case.args)
-    assert_fused(rewritten, case.fused)
-    assert len(rewritten.calls) == 1
-    call, tokens = rewritten.calls[0], rewritten.result
-    assert tokens.shape == eager.shape
-    assert tokens.dtype == eager.dtype
-    vocabulary = call.weight.shape[0]
-    assert ((tokens >= case.offset) & (tokens < case.offset + vocabulary)).all()
-
-    if case.kind != "draw":
-        greedy = first_argmax(call.logits(call.greedy_program))
-        rows = ...
-        if case.kind == "mixed":
-            rows = case.args[2] < 1e-5
-            assert rows.any() and not rows.all()
-        # Sums of the cases are exact, so eager has no rounding of its own: no near-tie is excused.
-        assert torch.equal(tokens[rows], eager[rows])
-        if name != "band":  # adds its offset after the op
-            assert torch.equal(greedy[rows], eager[rows].flatten())
-    if case.kind != "greedy":
-        expected = case.logits(*fresh(case.args)).reshape(-1, vocabulary).double().softmax(-1)
-        actual = call.logits().double().softmax(-1)
-        assert torch.equal(actual == 0, expected == 0)
-        torch.testing.assert_close(actual, expected, rtol=RELATIVE_ERROR, atol=0)
-        # The case can tell: without its program the call would draw from something else.
-        assert (call.program == "") == torch.equal(actual, call.logits("").double().softmax(-1))
-        assert (expected.gather(1, tokens.reshape(expected.shape[0], -1).long() - case.offset) > 0).all()
+    check_rewritten_call(CASES[name], "cpu")
