@@ -9,7 +9,7 @@ the tournament runs once per row, at the end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,11 +22,14 @@ from .rng import GROUP, group_words, gumbel, level_bits, uniform
 ROW_BLOCK = 512
 """Rows that go through the vocabulary together."""
 
-CHUNK_LOGITS = 1 << 18
-"""Logits of one chunk, at most: 1 MiB of f32, so that the passes over them stay in cache."""
+CHUNK_LOGITS = 1 << 19
+"""Logits of one chunk, at most: 2 MiB of f32, so that the passes over them stay in the cores' caches."""
 
 DRAW_BLOCK = 8
 """Draws of a row that are scored together."""
+
+NOISE_WORDS = 1 << 15
+"""Words that are made together: Philox is a hundred small ops, too small to be worth sharing among threads."""
 
 
 def sample(
@@ -260,13 +263,19 @@ class _Noise:
         """The noise on the groups' scores, f32 [B, draws, groups]."""
         draw = torch.arange(draws.start, draws.stop, device=self.row.device)[:, None]
         group = torch.arange(groups.start, groups.stop, device=self.row.device)
-        return gumbel(self._words(draw, group, 1)[3])
+        rows = max(1, NOISE_WORDS // (len(draw) * len(group)))
+        blocks = [self._rows(slice(row, row + rows)) for row in range(0, len(self.row), rows)]
+        return torch.cat([gumbel(block._words(draw, group, 1)[3]) for block in blocks])
 
     def words(self, draws: slice, group: Tensor) -> list[Tensor]:
         """All eight words, int64 [B, n] each, of one group for each row and draw, int64 [B, n]."""
         draw = torch.arange(draws.start, draws.stop, device=group.device)[:, None]
         halves = (self._words(draw, group[:, :, None], half) for half in (0, 1))
         return [word.squeeze(2) for words in halves for word in words]
+
+    def _rows(self, rows: slice) -> _Noise:
+        seed = self.seed if len(self.seed) == 1 else self.seed[rows]
+        return replace(self, seed=seed, row=self.row[rows])
 
     def _words(self, draw: Tensor, group: Tensor, half: int) -> tuple[Tensor, ...]:
         # A shard that starts inside a group has its own noise there, keyed by its first id.
