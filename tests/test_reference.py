@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -508,6 +511,22 @@ def test_ids_above_24_and_31_bits():
     for id_base in (2**24 + 1, 2**31 - 100, 2**32 + 128):
         ids = sample(hidden, weight, seed(1), [], "", 2, id_base)
         assert ((ids >= id_base) & (ids < id_base + 300)).all()
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # so that importing it fails
+sys.path.insert(0, sys.argv[1])
+import torch
+from fs_inductor.kernels.reference import sample
+ids = sample(torch.ones(2, 4), torch.ones(300, 4), torch.tensor(1), [], "x0 = tanh(acc)")
+assert ids.shape == (2, 1)
+"""
+
+
+def test_needs_no_triton():
+    root = str(Path(__file__).resolve().parent.parent)
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON, root], check=True, timeout=120)
 
 
 # --- Memory ----------------------------------------------------------------------------------------
