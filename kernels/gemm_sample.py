@@ -1,14 +1,12 @@
-"""The fused kernel: multiply by the LM head, process the logits, sample, in one launch and without any logits in memory.
+"""The fused kernel: multiply by the LM head, process the logits, sample: one launch, and no logits in memory.
 
 Persistent programs walk over tiles of [BLOCK_B rows, BLOCK_V ids]. A tile's logits never leave registers: the
 epilogue program runs on the accumulator, each group of ids is reduced to one perturbed score, and one 64-bit
 `atomic_max` a row keeps the best. The program that finishes last turns the winners into tokens and leaves the
 scratch words zero for the next launch.
 
-Two facts make the epilogue cheap enough to hide behind the matrix unit. A group's score needs only its maximum,
-its mass and one random word, so the tournament that picks the winner *inside* a group is run only by tiles that
-may beat the best score seen so far: a few waves out of many. And accumulators are [batch, vocabulary], so that the
-ids of a row sit in one thread's registers and splitting a group in halves only renames registers.
+Accumulators are [batch, vocabulary], so that the ids of a row sit in a few threads' registers: a row's reductions
+stay there, and splitting a group in halves only renames registers. `offers.py` has that part.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import scratch, tiles
 from .epilogue import Program, emit, operand_kinds
 from .exchange_triton import exchange_winners, world_block
+from .offers import best_key_of, group_mass, offer_argmax, offer_draw, read_best
 from .peers import Channel
 from .rng import GROUP
-from .rng_triton import group_words, gumbel, uniform
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _INF = tl.constexpr(float("inf"))
 
@@ -37,6 +34,9 @@ _INF = tl.constexpr(float("inf"))
 _POINTER = tl.constexpr(0)  # any strides, any alignment
 _TMA = tl.constexpr(1)  # a descriptor of the [rows, D] tensor, D contiguous
 _TMA_TRANSPOSED = tl.constexpr(2)  # a descriptor of the [D, rows] view, rows contiguous
+
+# One parameter a line would bury the code.
+# fmt: off
 
 
 @triton.jit
@@ -71,160 +71,6 @@ def _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, str
     return tl.dot(h, w.T, acc, input_precision=PRECISION)
 
 
-# A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
-# With accumulators as the matrix unit leaves them, bits 2 and 1 number the threads of a quad and the others a thread's
-# registers, so splitting on those moves nothing. Masses are always added in that order, so that they are the same
-# numbers under every tile shape.
-
-
-@triton.jit
-def _halves(x, BB: tl.constexpr, NG: tl.constexpr, WIDTH: tl.constexpr):
-    """Split [BB, NG, WIDTH] on the top bit of the last axis: two [BB, NG, WIDTH / 2]."""
-    return tl.split(x.reshape(BB, NG, 2, WIDTH // 2).permute(0, 1, 3, 2))
-
-
-@triton.jit
-def _sides(x, high):
-    """Split on axis 2, whose two elements may sit in different threads: a sum of one moves it without shared memory."""
-    zero = tl.zeros_like(x)
-    return tl.sum(tl.where(high, zero, x), 2), tl.sum(tl.where(high, x, zero), 2)
-
-
-@triton.jit
-def _mass(p, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
-    """The total [BB, NG] of p [BB, NG, G], added up in the tournament's order."""
-    for level in tl.static_range(LEVELS):
-        s0, s1 = _halves(p, BB, NG, G >> level)
-        p = s0 + s1
-    s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
-    return tl.sum(tl.sum((s0 + s1).reshape(BB, NG, 2, 2), 2), 2)
-
-
-@triton.jit
-def _merge(s0, s1, i0, i1, u, BIT: tl.constexpr):
-    """One level of the tournament: masses s0, s1 and winners i0, i1 of the sides with BIT clear and set."""
-    total = s0 + s1
-    # Comparing with the smaller side keeps full relative precision for both; a side of mass 0 cannot win.
-    small = u * total < tl.minimum(s0, s1)
-    take1 = small == (s1 < s0)
-    return total, tl.where(take1, i1 | BIT, i0)
-
-
-@triton.jit
-def _tournament(p, words, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
-    """The winner's position [BB, NG] inside each group, drawn with probability p / sum p; p is [BB, NG, G]."""
-    i = tl.zeros((BB, NG, G), tl.int32)
-    for level in tl.static_range(LEVELS):
-        s0, s1 = _halves(p, BB, NG, G >> level)
-        i0, i1 = _halves(i, BB, NG, G >> level)
-        p, i = _merge(s0, s1, i0, i1, uniform(words[level])[:, :, None], G >> (level + 1))
-    s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
-    i0, i1 = tl.split(i.reshape(BB, NG, 4, 2))
-    p, i = _merge(s0, s1, i0, i1, uniform(words[LEVELS])[:, :, None], 1)
-    p, i = p.reshape(BB, NG, 2, 2), i.reshape(BB, NG, 2, 2)
-    high = tl.arange(0, 2)[None, None, :, None] == 1
-    s0, s1 = _sides(p, high)
-    i0, i1 = _sides(i, high)
-    p, i = _merge(s0, s1, i0, i1, uniform(words[LEVELS + 1])[:, :, None], 4)
-    high = tl.arange(0, 2)[None, None, :] == 1
-    s0, s1 = _sides(p, high)
-    i0, i1 = _sides(i, high)
-    return _merge(s0, s1, i0, i1, uniform(words[LEVELS + 2]), 2)[1]
-
-
-@triton.jit
-def _order_key(score):
-    """An uint32 that orders as the scores do: -0.0 equals 0.0, and every NaN is one key above +inf."""
-    bits = (score + 0.0).to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    return tl.where(score != score, 0xFFFFFFFF, key).to(tl.uint32)
-
-
-@triton.jit
-def _any(mask):
-    return tl.max(mask.to(tl.int32), axis=None) != 0
-
-
-@triton.jit
-def _read_best(best, slots, row_mask, BB: tl.constexpr, THREADS: tl.constexpr):
-    """The rows' words so far, [BB, COPIES]. An old one is only lower, so racing with other programs is harmless.
-
-    What is not harmless is two threads that hold one row and have read different values: they part at the next branch
-    and wait for each other at a barrier forever. So there are copies enough that every element is one thread's alone
-    (at two elements, the widest load, a thread), and `_best_key` settles on their maximum.
-    """
-    COPIES: tl.constexpr = 2 * THREADS // BB if 2 * THREADS > BB else 1
-    copies = tl.zeros((1, COPIES), tl.int32)
-    return tl.load((best + slots)[:, None] + copies, mask=row_mask[:, None] & (copies == 0), other=0, volatile=True)
-
-
-@triton.jit
-def _best_key(words):
-    return tl.max((words >> 32).to(tl.uint32), 1)
-
-
-@triton.jit
-def _word(key, ids):
-    """What a row keeps the maximum of: the higher key, and among equal keys the lower id."""
-    return (key.to(tl.uint64) << 32) | (0xFFFFFFFF - ids.to(tl.uint64))
-
-
-@triton.jit
-def _max_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base, BV: tl.constexpr, INTERPRET: tl.constexpr):
-    """Greedy: offer the lowest id of each row's maximum; a NaN counts as above everything, as in torch.argmax."""
-    if INTERPRET:  # a custom reduction runs element by element there
-        top = tl.max(logits, 1)
-        top = tl.where(tl.max((logits != logits).to(tl.int32), 1) != 0, float("nan"), top)
-    else:
-        top = tl.reduce(logits, 1, _max_nan)
-    key = _order_key(top)
-    wins = (key >= best_key) & row_mask
-    if _any(wins):
-        at_top = (logits == top[:, None]) | (logits != logits)
-        col = tl.min(tl.where(at_top, tl.arange(0, BV)[None, :], BV), 1)
-        # An all -inf row is at its maximum in the masked columns before the shard too.
-        ids = tl.maximum(col.to(tl.int64) + first_col, 0) + id_base
-        tl.atomic_max(best + slots, _word(key, ids), mask=wins, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, seed, draw, id_base,
-                BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
-    """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
-
-    p [BB, NG, G] = exp2(logits * log2(e) - top), mass its sums; top, mass [BB, NG]. group_id [1, NG]: aligned first ids.
-    """
-    first_id = tl.maximum(group_id, id_base)  # a shard boundary may cut its first group
-    rows = rows[:, None]
-    draw = tl.zeros_like(rows) + draw  # a tensor, also for the interpreter, where loops count in Python
-    noise = gumbel(group_words(seed, first_id, rows, draw)[7])
-    key = _order_key(top * _LN_2 + tl.log(mass) + noise)
-    wins = (key >= best_key[:, None]) & row_mask[:, None]
-    if _any(wins):
-        # A value of its own for this branch: the tournament adds what `_mass` has added, and the compiler would keep all
-        # those sums in registers from there to here.
-        p = tl.where(wins[:, :, None], p, 0.0)
-        # First what a tournament cannot decide: a NaN, else a +inf, wins its group; one without mass offers its first id.
-        special = (mass == 0.0) | (mass == _INF) | (mass != mass)
-        forced = tl.zeros_like(special.to(tl.int32))
-        if _any(wins & special):
-            index = tl.arange(0, G)[None, None, :]
-            nan = tl.min(tl.where(p != p, index, G), 2)
-            inf = tl.min(tl.where(p == _INF, index, G), 2)
-            forced = tl.where(nan < G, nan, tl.where(inf < G, inf, 0))
-        # Asked for again here, so that the four words only the tournament needs cost nothing elsewhere.
-        words = group_words(seed, first_id, rows, draw)
-        position = tl.where(special, forced, _tournament(p, words, BB, NG, G, LEVELS))
-        word = tl.max(_word(key, tl.maximum(group_id + position, id_base)), 1)
-        mask = row_mask & ((word >> 32).to(tl.uint32) >= best_key)
-        tl.atomic_max(best + slots, word, mask=mask, sem="relaxed", scope="gpu")
-
-
 @triton.jit
 def _finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     """Turn `count` winners into tokens and zero their words. Only the last program of a launch runs this.
@@ -255,7 +101,7 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
     logits = EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
     logits = tl.where(col_mask[None, :], logits, -_INF)
     if GREEDY:
-        _offer_argmax(logits, v0, row_mask, rows, best, _best_key(best_words), id_base, BV, INTERPRET)
+        offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words), id_base, BV, INTERPRET)
     else:
         x = logits.reshape(BB, NG, G)
         top = tl.max(x, 2) * _LOG2_E
@@ -263,7 +109,7 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
         top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
         p = tl.exp2(x * _LOG2_E - top[:, :, None])
         LEVELS: tl.constexpr = 4 if G == 128 else 3 if G == 64 else 2 if G == 32 else 1  # bits above 2
-        mass = _mass(p, BB, NG, G, LEVELS)
+        mass = group_mass(p, BB, NG, G, LEVELS)
         group_id = id_base.to(tl.int64) + v0 + tl.arange(0, NG).to(tl.int64)[None, :] * G
         if ROW_SEEDS:
             row_seed = tl.load(seed + rows, mask=row_mask, other=0)[:, None]
@@ -272,14 +118,14 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
             row_seed = tl.load(seed)
             noise_row = rows
         if MANY_DRAWS:
-            for draw in range(0, num_draws):
+            for draw in range(num_draws):
                 slots = rows.to(tl.int64) * num_draws + draw
-                best_key = _best_key(_read_best(best, slots, row_mask, BB, THREADS))
-                _offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
+                best_key = best_key_of(read_best(best, slots, row_mask, BB, THREADS))
+                offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
                             BB, NG, G, LEVELS)
         else:
-            best_key = _best_key(best_words)
-            _offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
+            best_key = best_key_of(best_words)
+            offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
                         BB, NG, G, LEVELS)
 
 
@@ -320,11 +166,11 @@ def gemm_sample_kernel(
         rounds = tl.cdiv(num_tiles - pid, num_programs) * steps
         tile = pid - num_programs
         step = steps - 1
-        for i in range(0, rounds + 1 if HEAD else rounds):
+        for i in range(rounds + 1 if HEAD else rounds):
             if HEAD:
                 if (step == steps - 1) & (i > 0):
                     rows = b0 + tl.arange(0, BLOCK_B)
-                    words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)
+                    words = read_best(best, rows, rows < B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                                 EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
@@ -339,13 +185,13 @@ def gemm_sample_kernel(
             if not HEAD:
                 if step == steps - 1:
                     rows = b0 + tl.arange(0, BLOCK_B)
-                    words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)
+                    words = read_best(best, rows, rows < B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                                 EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     else:
         rows = tl.arange(0, BLOCK_B)
-        words = _read_best(best, rows, rows < 0, BLOCK_B, THREADS)
+        words = read_best(best, rows, rows < 0, BLOCK_B, THREADS)
         for tile in range(pid, num_tiles + num_programs, num_programs):
             if tile > pid:
                 _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
@@ -354,7 +200,7 @@ def gemm_sample_kernel(
             b0 = (tile % num_b) * BLOCK_B
             acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             rows = b0 + tl.arange(0, BLOCK_B)
-            words = _read_best(best, rows, rows < B, BLOCK_B, THREADS)  # early: the product hides the wait
+            words = read_best(best, rows, rows < B, BLOCK_B, THREADS)  # early: the product hides the wait
             for d in range(0, tl.where(tile < num_tiles, D, 0), BLOCK_D):
                 acc = _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
                                 EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D, INTERPRET)
@@ -370,12 +216,21 @@ def gemm_sample_kernel(
         tl.store(scratch_words, 0)
 
 
+# fmt: on
+
 _INTERPRET = bool(triton.knobs.runtime.interpret)
 
 
 def sample(
-    hidden: Tensor, weight: Tensor, seed: Tensor, operands: list[Tensor], program: str, num_samples: int = 1,
-    id_base: int = 0, config: tiles.Tile | None = None, exchange: Channel | Literal["words"] | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    operands: list[Tensor],
+    program: str,
+    num_samples: int = 1,
+    id_base: int = 0,
+    config: tiles.Tile | None = None,
+    exchange: Channel | Literal["words"] | None = None,
 ) -> Tensor:
     """Draw `num_samples` token ids a row from softmax(program(hidden @ weight.T)); int64 [B, num_samples].
 
@@ -388,8 +243,13 @@ def sample(
 
 
 def argmax(
-    hidden: Tensor, weight: Tensor, operands: list[Tensor], program: str, id_base: int = 0,
-    config: tiles.Tile | None = None, exchange: Channel | Literal["words"] | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    operands: list[Tensor],
+    program: str,
+    id_base: int = 0,
+    config: tiles.Tile | None = None,
+    exchange: Channel | Literal["words"] | None = None,
 ) -> Tensor:
     """The lowest id of the largest of program(hidden @ weight.T) in each row; int64 [B]. Arguments as `sample`."""
     return _launch(hidden, weight, None, operands, program, 1, id_base, config, exchange)[:, 0]
@@ -420,19 +280,19 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config,
     if isinstance(exchange, Channel):
         channel, world = (exchange.block.address, exchange.offset, exchange.capacity), world_block(exchange)
 
+    # fmt: off
     def run():
         gemm_sample_kernel[grid](
             hidden_arg, weight_arg, seed, out, words, *channel, tuple(operands), strides,
             num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
-            EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds), GREEDY=seed is None, MANY_DRAWS=num_draws > 1,
-            ROW_SEEDS=seed is not None and seed.dim() == 1, HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode,
-            PRECISION=_precision(hidden.dtype), G=GROUP,
-            BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, 
-            FLATTEN=flatten, HEAD=head,
-            WORLD=world, WORDS=exchange == "words",
-            THREADS=32 * tile.num_warps, INTERPRET=_INTERPRET,
+            EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds),
+            GREEDY=seed is None, MANY_DRAWS=num_draws > 1, ROW_SEEDS=seed is not None and seed.dim() == 1,
+            HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype), G=GROUP,
+            BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, FLATTEN=flatten, HEAD=head,
+            WORLD=world, WORDS=exchange == "words", THREADS=32 * tile.num_warps, INTERPRET=_INTERPRET,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
+        )
+    # fmt: on
 
     if hidden.is_cuda and hidden.device.index != torch.cuda.current_device():
         with torch.cuda.device(hidden.device):

@@ -1,4 +1,4 @@
-"""Tile shapes of the fused kernel, by architecture, dtype and batch, and what the launcher needs to know of a device."""
+"""Tile shapes of the fused kernel by architecture, dtype and batch, and what the launcher must know of a device."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from kernel_checks import check_same_tokens, exact_inputs
 
 from fs_inductor.kernels import gemm_sample, reference, scratch
 from fs_inductor.kernels.epilogue_ops import OPS
 from fs_inductor.kernels.rng import GROUP
 from fs_inductor.kernels.tiles import Tile
-
-from kernel_checks import check_same_tokens, exact_inputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter; see tests/gpu")
 

@@ -118,7 +118,8 @@ def reads_alone(ttgir):
     layouts = dict(re.findall(r"^(#\w+) = #ttg.blocked<\{(.*?)\}>", ttgir, re.M))
     found = re.findall(r"tt.load .*isVolatile = true.*tensor<([0-9x]+)x!tt.ptr<i64>, (#\w+)>", ttgir)
     for shape, name in found:
-        axes = [re.findall(r"\d+", axis) for axis in re.findall(r"(?:PerThread|PerWarp|PerCTA) = \[(.*?)\]", layouts[name])]
+        axes = re.findall(r"(?:PerThread|PerWarp|PerCTA) = \[(.*?)\]", layouts[name])
+        axes = [axis.split(",") for axis in axes]
         for axis, size in enumerate(shape.split("x")):
             span = 1
             for factors in axes:

@@ -12,7 +12,10 @@ pytestmark = pytest.mark.gpu
 
 ROUND = {torch.bfloat16: "x0 = round(acc, bf16)", torch.float16: "x0 = round(acc, f16)", torch.float32: "x0 = neg(acc)"}
 DTYPES = list(ROUND)
-USUAL = "; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = div(x3, a0); x5 = add(x4, a1); x6 = where(a2, -inf, x5)"
+USUAL = (
+    "; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = div(x3, a0); x5 = add(x4, a1); "
+    "x6 = where(a2, -inf, x5)"
+)
 
 
 def seed_tensor(value=0x1234_5678_9ABC):

@@ -1,0 +1,175 @@
+"""What a tile of logits becomes: candidates for each row's winner, 64-bit words that one `atomic_max` a row compares.
+
+A word is the order-preserving key of a score above the complement of an id: the highest score wins, and of equal ones
+the lowest id. A group's score needs only its maximum, its mass and one random word, so the tournament that picks the
+winner *inside* a group is run only by tiles that may beat the best score so far: a few waves out of many.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rng_triton import group_words, gumbel, uniform
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+_INF = tl.constexpr(float("inf"))
+
+# One parameter a line would bury the code.
+# fmt: off
+
+# A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
+# With accumulators as the matrix unit leaves them, bits 2 and 1 number the threads of a quad and the others a thread's
+# registers, so splitting on those moves nothing. Masses are always added in that order, so that they are the same
+# numbers under every tile shape.
+
+
+@triton.jit
+def _halves(x, BB: tl.constexpr, NG: tl.constexpr, WIDTH: tl.constexpr):
+    """Split [BB, NG, WIDTH] on the top bit of the last axis: two [BB, NG, WIDTH / 2]."""
+    return tl.split(x.reshape(BB, NG, 2, WIDTH // 2).permute(0, 1, 3, 2))
+
+
+@triton.jit
+def _sides(x, high):
+    """Split on axis 2, whose two elements may sit in two threads: a sum of one moves it without shared memory."""
+    zero = tl.zeros_like(x)
+    return tl.sum(tl.where(high, zero, x), 2), tl.sum(tl.where(high, x, zero), 2)
+
+
+@triton.jit
+def group_mass(p, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+    """The total [BB, NG] of p [BB, NG, G], added up in the tournament's order."""
+    for level in tl.static_range(LEVELS):
+        s0, s1 = _halves(p, BB, NG, G >> level)
+        p = s0 + s1
+    s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
+    return tl.sum(tl.sum((s0 + s1).reshape(BB, NG, 2, 2), 2), 2)
+
+
+@triton.jit
+def _merge(s0, s1, i0, i1, u, BIT: tl.constexpr):
+    """One level of the tournament: masses s0, s1 and winners i0, i1 of the sides with BIT clear and set."""
+    total = s0 + s1
+    # Comparing with the smaller side keeps full relative precision for both; a side of mass 0 cannot win.
+    small = u * total < tl.minimum(s0, s1)
+    take1 = small == (s1 < s0)
+    return total, tl.where(take1, i1 | BIT, i0)
+
+
+@triton.jit
+def _tournament(p, words, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+    """The winner's position [BB, NG] inside each group, drawn with probability p / sum p; p is [BB, NG, G]."""
+    i = tl.zeros((BB, NG, G), tl.int32)
+    for level in tl.static_range(LEVELS):
+        s0, s1 = _halves(p, BB, NG, G >> level)
+        i0, i1 = _halves(i, BB, NG, G >> level)
+        p, i = _merge(s0, s1, i0, i1, uniform(words[level])[:, :, None], G >> (level + 1))
+    s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
+    i0, i1 = tl.split(i.reshape(BB, NG, 4, 2))
+    p, i = _merge(s0, s1, i0, i1, uniform(words[LEVELS])[:, :, None], 1)
+    p, i = p.reshape(BB, NG, 2, 2), i.reshape(BB, NG, 2, 2)
+    high = tl.arange(0, 2)[None, None, :, None] == 1
+    s0, s1 = _sides(p, high)
+    i0, i1 = _sides(i, high)
+    p, i = _merge(s0, s1, i0, i1, uniform(words[LEVELS + 1])[:, :, None], 4)
+    high = tl.arange(0, 2)[None, None, :] == 1
+    s0, s1 = _sides(p, high)
+    i0, i1 = _sides(i, high)
+    return _merge(s0, s1, i0, i1, uniform(words[LEVELS + 2]), 2)[1]
+
+
+@triton.jit
+def _order_key(score):
+    """An uint32 that orders as the scores do: -0.0 equals 0.0, and every NaN is one key above +inf."""
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)
+    key = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return tl.where(score != score, 0xFFFFFFFF, key).to(tl.uint32)
+
+
+@triton.jit
+def _any(mask):
+    return tl.max(mask.to(tl.int32), axis=None) != 0
+
+
+@triton.jit
+def read_best(best, slots, row_mask, BB: tl.constexpr, THREADS: tl.constexpr):
+    """The rows' words so far, [BB, COPIES]. An old one is only lower, so racing with other programs is harmless.
+
+    What is not harmless is two threads that hold one row and have read different values: they part at the next branch
+    and wait for each other at a barrier forever. So there are copies enough that every element is one thread's alone
+    (at two elements, the widest load, a thread), and `best_key_of` settles on their maximum.
+    """
+    COPIES: tl.constexpr = 2 * THREADS // BB if 2 * THREADS > BB else 1
+    copies = tl.zeros((1, COPIES), tl.int32)
+    return tl.load((best + slots)[:, None] + copies, mask=row_mask[:, None] & (copies == 0), other=0, volatile=True)
+
+
+@triton.jit
+def best_key_of(words):
+    return tl.max((words >> 32).to(tl.uint32), 1)
+
+
+@triton.jit
+def _word(key, ids):
+    """What a row keeps the maximum of: the higher key, and among equal keys the lower id."""
+    return (key.to(tl.uint64) << 32) | (0xFFFFFFFF - ids.to(tl.uint64))
+
+
+@triton.jit
+def _max_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base,
+                 BV: tl.constexpr, INTERPRET: tl.constexpr):
+    """Greedy: offer the lowest id of each row's maximum; a NaN counts as above everything, as in torch.argmax."""
+    if INTERPRET:  # a custom reduction runs element by element there
+        top = tl.max(logits, 1)
+        top = tl.where(tl.max((logits != logits).to(tl.int32), 1) != 0, float("nan"), top)
+    else:
+        top = tl.reduce(logits, 1, _max_nan)
+    key = _order_key(top)
+    wins = (key >= best_key) & row_mask
+    if _any(wins):
+        at_top = (logits == top[:, None]) | (logits != logits)
+        col = tl.min(tl.where(at_top, tl.arange(0, BV)[None, :], BV), 1)
+        # An all -inf row is at its maximum in the masked columns before the shard too.
+        ids = tl.maximum(col.to(tl.int64) + first_col, 0) + id_base
+        tl.atomic_max(best + slots, _word(key, ids), mask=wins, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, seed, draw, id_base,
+                BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+    """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
+
+    p [BB, NG, G] = exp2(logits * log2(e) - top), mass its sums; top and mass are [BB, NG].
+    group_id [1, NG]: the groups' aligned first ids. best_key [BB]: from `best_key_of`.
+    """
+    first_id = tl.maximum(group_id, id_base)  # a shard boundary may cut its first group
+    rows = rows[:, None]
+    draw = tl.zeros_like(rows) + draw  # a tensor, also for the interpreter, where loops count in Python
+    noise = gumbel(group_words(seed, first_id, rows, draw)[7])
+    key = _order_key(top * _LN_2 + tl.log(mass) + noise)
+    wins = (key >= best_key[:, None]) & row_mask[:, None]
+    if _any(wins):
+        # A value of its own for this branch: the tournament adds what `group_mass` has added, and the compiler would
+        # keep all those sums in registers from there to here.
+        p = tl.where(wins[:, :, None], p, 0.0)
+        # First what a tournament cannot decide: a NaN, else a +inf, wins its group; a group without mass (all -inf)
+        # offers its first id.
+        special = (mass == 0.0) | (mass == _INF) | (mass != mass)
+        forced = tl.zeros_like(special.to(tl.int32))
+        if _any(wins & special):
+            index = tl.arange(0, G)[None, None, :]
+            nan = tl.min(tl.where(p != p, index, G), 2)
+            inf = tl.min(tl.where(p == _INF, index, G), 2)
+            forced = tl.where(nan < G, nan, tl.where(inf < G, inf, 0))
+        # Asked for again here, so that the four words only the tournament needs cost nothing elsewhere.
+        words = group_words(seed, first_id, rows, draw)
+        position = tl.where(special, forced, _tournament(p, words, BB, NG, G, LEVELS))
+        word = tl.max(_word(key, tl.maximum(group_id + position, id_base)), 1)
+        mask = row_mask & ((word >> 32).to(tl.uint32) >= best_key)
+        tl.atomic_max(best + slots, word, mask=mask, sem="relaxed", scope="gpu")
