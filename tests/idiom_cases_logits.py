@@ -84,7 +84,7 @@ def last_positions(h, W):
 
 @greedy(9, h3, W, last)
 def last_position_of_each(h, W, last):
-    return F.linear(h, W)[torch.arange(h.shape[0]), last].argmax(-1)
+    return F.linear(h, W)[torch.arange(h.shape[0], device=h.device), last].argmax(-1)
 
 
 @draw(9, h3, W, mask3, T3, bias, logits=lambda h, W, m, T, b: ((lin(h, W) + b).masked_fill(m, -INF) / T)[:, -1])
@@ -306,7 +306,7 @@ def banned_scatter(h, W, ids):
 @draw(15, h, W, row_ids, logits=lambda h, W, i: lin(h, W).scatter(1, i, -INF))
 def banned_per_row(h, W, ids):
     logits = F.linear(h, W)
-    logits[torch.arange(h.shape[0])[:, None], ids] = float("-inf")
+    logits[torch.arange(h.shape[0], device=h.device)[:, None], ids] = float("-inf")
     return logits.softmax(-1).multinomial(1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from distribution_checks import chi_squared
 from idiom_cases import exact
 from torch.nn import functional as F
 
@@ -50,23 +51,6 @@ def target(temperature: float = 0.7) -> torch.Tensor:
     """The distribution to draw from, float64 [V]."""
     logits = (row.double() @ W.double().T)[0] / temperature
     return logits.masked_fill(mask, -torch.inf).softmax(-1)
-
-
-def chi_squared(counts: torch.Tensor, p: torch.Tensor) -> float:
-    """The p-value of ``counts`` under ``p``; cells that expect fewer than ten are merged with the next rarer ones."""
-    expected = counts.sum() * p
-    assert (counts[p == 0] == 0).all(), "a token of probability zero was drawn"
-    order = expected.argsort(descending=True)
-    expected, observed = expected[order], counts[order].double()
-    # The cell of a token is the number of complete tens that the commoner tokens expect; common ones are alone.
-    cells = torch.where(expected >= 10, torch.arange(len(p)), len(p) + (expected.cumsum(0) / 10).long())
-    cells = torch.unique_consecutive(cells, return_inverse=True)[1]
-    totals = [
-        torch.zeros(int(cells.max()) + 1, dtype=torch.float64).index_add_(0, cells, x) for x in (expected, observed)
-    ]
-    e, o = (x[totals[0] > 5] for x in totals)
-    statistic = ((o - e) ** 2 / e).sum()
-    return torch.special.gammaincc(torch.tensor((len(e) - 1) / 2, dtype=torch.float64), statistic / 2).item()
 
 
 @pytest.mark.parametrize("fn", [softmax_multinomial, race, gumbel, categorical], ids=lambda fn: fn.__name__)
