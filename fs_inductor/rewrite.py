@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .recognise.gather import GatherStep
-from .recognise.logits import Operand
 from .recognise.miss import Miss
+from .recognise.program import Operand
 from .recognise.shapes import ShapeStep, rank, same, shape, size_of
 from .recognise.tails import Site
 

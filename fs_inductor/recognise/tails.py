@@ -17,9 +17,10 @@ from torch.fx import Node
 from . import noise
 from .gather import GatherStep, gather_of, match_gather
 from .linear import PASSABLE, Linear, ancestors, find_linear
-from .logits import Operand, Path, Value, Walk, constant_of
+from .logits import Walk
 from .miss import Miss
 from .pointwise import CASTS
+from .program import Operand, Path, Value, constant_of
 from .shapes import REPEATING, is_identity, rank, same, same_shape, shape, step_back
 
 aten = torch.ops.aten
@@ -72,14 +73,14 @@ def recognise(sink: Node) -> Site | None:
     walk = Walk(linear, dependents)
     noise_nodes: set[Node] = set()
     if draws:
-        if not walk.is_weight(x, dim):
+        if not walk.structure.is_weight(x, dim):
             raise _not_probabilities(x, walk)
         result = walk.log_weight(x, dim, ())
     elif _draws_noise(x, dependents):
         result = _score(walk, x, dim, (), noise_nodes)
         draws = 1
     else:
-        result = walk.log_weight(x, dim, ()) if walk.is_weight(x, dim) else walk.logit(x, dim, ())
+        result = walk.log_weight(x, dim, ()) if walk.structure.is_weight(x, dim) else walk.logit(x, dim, ())
     program, operands = walk.program(result)
     for operand in operands:
         if noise_nodes & {operand.node, *ancestors(operand.node)}:
@@ -160,7 +161,7 @@ def _index_output(sink: Node) -> Node | None:
 
 
 def _not_probabilities(node: Any, walk: Walk) -> Miss:
-    filtered = walk.known_barrier(node)
+    filtered = walk.structure.known_barrier(node)
     return filtered or Miss(
         "EPILOGUE_OP",
         f"multinomial's weights do not come from a softmax or exp of the logits ({getattr(node, 'target', node)})",
@@ -215,10 +216,10 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
     if target is aten.where.self:
         for chosen, other, negated in ((args[1], args[2], False), (args[2], args[1], True)):
             if constant_of(chosen) == -math.inf and same_shape(other, node):
-                mask = walk._argument(args[0], node, dim, path)
+                mask = walk.argument(args[0], node, dim, path)
                 mask = walk.emit("logical_not", mask) if negated else mask
                 return walk.emit("where", mask, -math.inf, _score(walk, other, dim, path, used))
-    if target is aten.div.Tensor and walk.is_weight(args[0], dim):
+    if target is aten.div.Tensor and walk.structure.is_weight(args[0], dim):
         candidate, power, raised = _temperature(walk, args[1], POWERS, node, dim)
         made_of = noise.exponential(candidate)
         if made_of is not None and _is_fresh(args[1], node, [*raised, *made_of], used):
@@ -263,14 +264,14 @@ def _is_noise(node: Node) -> bool:
 
 
 def _is_outside(walk: Walk, node: Node, user: Node, dim: int) -> bool:
-    return node not in walk.dependents and walk._is_row_constant(node, user, dim)
+    return node not in walk.dependents and walk.structure.is_row_constant(node, user, dim)
 
 
 def _tempered(walk: Walk, value: Value, t: Any, node: Node, dim: int, path: Path) -> Value:
     """Noise scaled by T on logits is noise on logits divided by T."""
     if t == 1:
         return value
-    divisor = walk._argument(t, node, dim, path)
+    divisor = walk.argument(t, node, dim, path)
     if divisor.number is None:
         divisor = walk.emit("maximum", divisor, 1e-30)
     return walk.emit("div", value, divisor)

@@ -1,0 +1,140 @@
+"""What a chain of nodes means to a sink, without emitting anything: weights, row constants, masks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .gather import ALL_GATHER, match_gather
+from .linear import Linear, barrier_miss
+from .miss import Miss
+from .pointwise import CASTS
+from .program import constant_of
+from .shapes import is_identity, rank, same, shape, step_back
+
+aten = torch.ops.aten
+
+
+class Structure:
+    """Questions about the nodes between a linear and a sink. ``dim`` is always the vocabulary's position in a node."""
+
+    def __init__(self, linear: Linear, dependents: set[Node]):
+        self.linear = linear
+        self.dependents = dependents
+        # Before a gather each rank has a shard: a row statistic there differs between ranks and is no constant.
+        self.sharded: set[Node] = set()
+        stack = [node for node in dependents if node.target in ALL_GATHER]
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node in dependents and node not in self.sharded:
+                    self.sharded.add(node)
+                    stack.append(node)
+
+    def is_weight(self, node: Any, dim: int) -> bool:
+        """Whether `log_weight` can take ``node``: an exponential, normalised, scaled, zeroed in places, or reshaped."""
+        if not isinstance(node, Node) or node not in self.dependents:
+            return False
+        if is_identity(node) or (node.target in CASTS and node.meta["val"].dtype.is_floating_point):
+            return self.is_weight(node.args[0], dim)
+        gather = match_gather(node, dim)
+        if gather is not None:
+            return self.is_weight(gather.inner, dim)
+        step = step_back(node, dim)
+        if step is not None:
+            return self.is_weight(node.args[0], step.dim_in)
+        if node.target is aten.exp.default:
+            return True
+        if node.target is aten.div.Tensor:
+            return self.is_positive_row_constant(node.args[1], node, dim) and self.is_weight(node.args[0], dim)
+        if node.target is aten.mul.Tensor:
+            factor = node.args[1]
+            return isinstance(factor, (int, float)) and factor > 0 and self.is_weight(node.args[0], dim)
+        where = self.where_constant(node, 0.0)
+        return where is not None and self.is_weight(where[1], dim)
+
+    def known_barrier(self, node: Any) -> Miss | None:
+        """The telling miss for a filter (top-k, top-p) or a collective between ``node`` and the linear, if any."""
+        stack, seen = [node], set()
+        while stack:
+            node = stack.pop()
+            if isinstance(node, Node) and node in self.dependents and node not in seen:
+                seen.add(node)
+                stack.extend(node.all_input_nodes)
+        miss = barrier_miss(seen)
+        return None if miss.code == "NO_LINEAR" else miss
+
+    def scaled(self, node: Node) -> tuple[Any, Any]:
+        """The logits and the factor of a product or quotient, whichever comes first."""
+        a, b = node.args[:2]
+        return (b, a) if node.target is aten.mul.Tensor and a not in self.dependents else (a, b)
+
+    def spans(self, arg: Node, node: Node, dim: int) -> bool:
+        d = dim - (rank(node) - rank(arg))
+        return d >= 0 and same(shape(arg)[d], shape(node)[dim])
+
+    def is_row_constant(self, arg: Any, node: Node, dim: int) -> bool:
+        if not isinstance(arg, Node):
+            return isinstance(arg, (int, float))
+        if not isinstance(arg.meta["val"], torch.Tensor):
+            return True
+        d = dim - (rank(node) - rank(arg))
+        return d < 0 or same(shape(arg)[d], 1)
+
+    def is_row_statistic(self, arg: Any, node: Node, dim: int) -> bool:
+        """A constant per row computed from the logits: a maximum, a log-sum-exp."""
+        if not isinstance(arg, Node) or arg not in self.dependents or node in self.sharded:
+            return False
+        return self.is_row_constant(arg, node, dim)
+
+    def is_positive_row_constant(self, arg: Any, node: Node, dim: int) -> bool:
+        """A sum of exponentials over the vocabulary, perhaps clamped from below, per row."""
+        if not self.is_row_statistic(arg, node, dim):
+            return False
+        passable = {aten.clamp_min.default, aten.clamp.default, aten.unsqueeze.default, *CASTS}
+        while is_identity(arg) or arg.target in passable:
+            if arg.target is aten.clamp.default and len(arg.args) > 2:
+                return False
+            arg = arg.args[0]
+        if arg.target is not aten.sum.dim_IntList or arg not in self.dependents:
+            return False
+        source = arg.args[0]
+        dims = {d % rank(source) for d in arg.args[1]}
+        return rank(source) == rank(node) and dims == {dim} and self.is_weight(source, dim)
+
+    def peels(self, node: Any, dim: int) -> bool:
+        """Whether the `logit` walk from ``node`` will drop a row constant before it reaches an ordinary value."""
+        if not isinstance(node, Node) or node not in self.dependents or node is self.linear.node:
+            return False
+        if is_identity(node) or (node.target in CASTS and node.meta["val"].dtype.is_floating_point):
+            return self.peels(node.args[0], dim)
+        gather = match_gather(node, dim)
+        if gather is not None:
+            return self.peels(gather.inner, dim)
+        step = step_back(node, dim)
+        if step is not None:
+            return self.peels(node.args[0], step.dim_in)
+        if node.target in (aten.sub.Tensor, aten.add.Tensor):
+            others = node.args[1:] if node.target is aten.sub.Tensor else node.args
+            if any(self.is_row_statistic(other, node, dim) for other in others):
+                return True
+            return False
+        if node.target in (aten.mul.Tensor, aten.div.Tensor):
+            x, factor = self.scaled(node)
+            return self.is_row_constant(factor, node, dim) and self.peels(x, dim)
+        where = self.where_constant(node, -math.inf)
+        return where is not None and self.peels(where[1], dim)
+
+    def where_constant(self, node: Node, number: float) -> tuple[Any, Node, bool] | None:
+        """``where(mask, number, x)`` or its mirror image as (mask, x, negated)."""
+        if node.target is aten.where.self:
+            mask, a, b = node.args
+            if constant_of(a) == number:
+                return mask, b, False
+            if constant_of(b) == number:
+                return mask, a, True
+        if node.target is aten.masked_fill.Scalar and node.args[2] == number:
+            return node.args[1], node.args[0], False
+        return None
