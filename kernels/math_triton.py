@@ -27,8 +27,6 @@ __all__ = [
     "tanh",
 ]
 
-CUDA = tl.constexpr(torch.version.hip is None)
-
 INTERPRET = triton.knobs.runtime.interpret
 """Whether `triton.jit` made interpreted functions of the ones below."""
 
@@ -102,17 +100,6 @@ if INTERPRET:
         return power.to(tl.float32)
 
     @triton.jit
-    def round_f16(x):
-        return x.to(tl.float16).to(tl.float32)
-
-    @triton.jit
-    def round_bf16(x):
-        # The interpreter's own cast truncates.
-        bits = x.to(tl.uint32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)
-
-    @triton.jit
     def _quotient(x, y):
         return x / y
 
@@ -127,8 +114,44 @@ else:
         return libdevice.pow(x, y)
 
     @triton.jit
+    def _quotient(x, y):
+        return libdevice.fast_dividef(x, y)
+
+
+# How a value is rounded is chosen here, and not by a constexpr global, with which Triton 3.6 keys its cache by what
+# else the process compiled before.
+if INTERPRET:
+
+    @triton.jit
     def round_f16(x):
-        if CUDA:
+        return x.to(tl.float16).to(tl.float32)
+
+    @triton.jit
+    def round_bf16(x):
+        # The interpreter's own cast truncates.
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)
+
+elif torch.version.hip is not None:
+
+    @triton.jit
+    def round_f16(x):
+        return x.to(tl.float16).to(tl.float32)
+
+    @triton.jit
+    def round_bf16(x):
+        return x.to(tl.bfloat16).to(tl.float32)
+
+else:
+    # Two at a time, and opaque: a widening cast tempts Triton to move the whole tile through shared memory in its
+    # 16-bit form and to compute what follows twice, only to change the layout of a row's maximum.
+
+    @triton.jit
+    def round_f16(x):
+        if x.numel == 1:  # no pair
+            return x.to(tl.float16).to(tl.float32)
+        else:  # the compiler reads on after a return
             return tl.inline_asm_elementwise(
                 "{ .reg .b16 a, b; .reg .b32 t; cvt.rn.f16x2.f32 t, $3, $2; mov.b32 {a, b}, t; "
                 "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
@@ -138,14 +161,12 @@ else:
                 is_pure=True,
                 pack=2,
             )
-        else:
-            return x.to(tl.float16).to(tl.float32)
 
     @triton.jit
     def round_bf16(x):
-        # Two at a time, and opaque: a widening cast tempts Triton to move the whole tile through shared memory in
-        # its 16-bit form and to compute what follows twice, only to change the layout of a row's maximum.
-        if CUDA:
+        if x.numel == 1:  # no pair
+            return x.to(tl.bfloat16).to(tl.float32)
+        else:  # the compiler reads on after a return
             return tl.inline_asm_elementwise(
                 "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
                 "=r,=r,f,f",
@@ -154,9 +175,3 @@ else:
                 is_pure=True,
                 pack=2,
             )
-        else:
-            return x.to(tl.bfloat16).to(tl.float32)
-
-    @triton.jit
-    def _quotient(x, y):
-        return libdevice.fast_dividef(x, y)

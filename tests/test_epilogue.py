@@ -492,6 +492,10 @@ assert "\tcall" not in text, "an op calls a function"
 text = ptx("x0 = round(acc, bf16); x1 = div(x0, a0)", [("row", "f")])
 assert text.count("div.rn.f32") == 4 and "div.full" not in text
 assert text.count("cvt.rn.bf16") in (8, 16), "bf16 rounding was optimised away"
+for shape in SHAPES:  # it takes elements in pairs, and a thread may have a single one
+    for dtype in ("bf16", "f16"):
+        text = ptx(f"x0 = round(a0, {dtype}); x1 = add(acc, x0)", [(shape, "f")])
+        assert f"cvt.rn.{dtype}" in text
 text = ptx("x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0)", [])
 assert "div.rn" not in text and text.count("div.approx") == 16 and "ex2" not in text
 assert "max.NaN" in ptx("x0 = maximum(acc, 0.0)", [])
