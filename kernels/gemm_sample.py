@@ -90,8 +90,9 @@ def _finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
-                EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr,
-                G: tl.constexpr, BB: tl.constexpr, BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
+                EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
+                MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, G: tl.constexpr, BB: tl.constexpr,
+                BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
     """Offer the candidates of one tile: acc [BB, BV] is the product of rows b0... and ids v0... of the shard."""
     NG: tl.constexpr = BV // G
     rows = b0 + tl.arange(0, BB)
@@ -127,21 +128,28 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
             best_key = best_key_of(best_words)
             offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
                         BB, NG, G, LEVELS)
+    if GREEDY_EPILOGUE is not None:
+        logits = GREEDY_EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
+        logits = tl.where(col_mask[None, :], logits, -_INF)
+        slots = B.to(tl.int64) * num_draws + rows  # behind the draws' words
+        best_key = best_key_of(read_best(best, slots, row_mask, BB, THREADS))
+        offer_argmax(logits, v0, row_mask, slots, best, best_key, id_base, BV, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["B", "id_base", "num_draws", "block", "channel", "capacity"])
 def gemm_sample_kernel(
-    hidden, weight, seed, out, scratch_words, block, channel, capacity, operands, operand_strides,
+    hidden, weight, seed, out, greedy_out, scratch_words, block, channel, capacity, operands, operand_strides,
     B, V, D, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
-    EVEN_D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr,
-    ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr,
-    G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
+    MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr,
+    PRECISION: tl.constexpr, G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
     FLATTEN: tl.constexpr, HEAD: tl.constexpr, WORLD: tl.constexpr,
     WORDS: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
 ):
     """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
 
     scratch_words: int64, zero: a counter, then one word for each output.
+    GREEDY_EPILOGUE: None, or a second epilogue of the same product, whose argmax goes to greedy_out, int64 [B].
     WORLD: 0, or the ranks to agree with on the winners (`exchange_triton.py` says on block, channel and capacity).
     shift: id_base % G. Groups start at global multiples of G, so tiles do too, and the first one reaches that far
     before the shard. An argument of its own, because its divisibility is what makes loads of operands wide.
@@ -172,7 +180,8 @@ def gemm_sample_kernel(
                     rows = b0 + tl.arange(0, BLOCK_B)
                     words = read_best(best, rows, rows < B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                                EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
+                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
+                                THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
@@ -187,7 +196,8 @@ def gemm_sample_kernel(
                     rows = b0 + tl.arange(0, BLOCK_B)
                     words = read_best(best, rows, rows < B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                                EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
+                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
+                                THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     else:
         rows = tl.arange(0, BLOCK_B)
@@ -195,7 +205,8 @@ def gemm_sample_kernel(
         for tile in range(pid, num_tiles + num_programs, num_programs):
             if tile > pid:
                 _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                            EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V, THREADS, INTERPRET)
+                            EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
+                                THREADS, INTERPRET)
             v0 = (tile // num_b) * BLOCK_V - shift
             b0 = (tile % num_b) * BLOCK_B
             acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
@@ -212,7 +223,10 @@ def gemm_sample_kernel(
         if WORLD > 0:
             exchange_winners(best, out, B.to(tl.int64) * num_draws, block, channel, capacity, WORLD)
         else:
-            _finish(best, out, B.to(tl.int64) * num_draws, WORDS, 1024)
+            count = B.to(tl.int64) * num_draws
+            _finish(best, out, count, WORDS, 1024)
+            if GREEDY_EPILOGUE is not None:
+                _finish(best + count, greedy_out, B, WORDS, 1024)
         tl.store(scratch_words, 0)
 
 
@@ -239,7 +253,22 @@ def sample(
     exchange: with a channel, the ids are those that all ranks agree on; with "words", the result is the winners'
     words, for `exchange.Group.best`.
     """
-    return _launch(hidden, weight, seed, operands, program, num_samples, id_base, config, exchange)
+    return _launch(hidden, weight, seed, operands, program, None, num_samples, id_base, config, exchange)[0]
+
+
+def sample_and_argmax(
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    operands: list[Tensor],
+    program: str,
+    greedy_program: str,
+    num_samples: int = 1,
+    id_base: int = 0,
+    config: tiles.Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sample` of one program and `argmax` of another in one launch; int64 [B, num_samples] and [B]."""
+    return _launch(hidden, weight, seed, operands, program, greedy_program, num_samples, id_base, config, None)
 
 
 def argmax(
@@ -252,17 +281,18 @@ def argmax(
     exchange: Channel | Literal["words"] | None = None,
 ) -> Tensor:
     """The lowest id of the largest of program(hidden @ weight.T) in each row; int64 [B]. Arguments as `sample`."""
-    return _launch(hidden, weight, None, operands, program, 1, id_base, config, exchange)[:, 0]
+    return _launch(hidden, weight, None, operands, program, None, 1, id_base, config, exchange)[0][:, 0]
 
 
-def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config, exchange):
+def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, id_base, config, exchange):
     num_rows, depth = hidden.shape
     vocab = weight.shape[0]
     if id_base + vocab >= 2**32:
         raise ValueError(f"ids must fit 32 bits, but id_base={id_base} and {vocab} ids reach {id_base + vocab}")
     out = torch.empty((num_rows, num_draws), dtype=torch.int64, device=hidden.device)
+    greedy_out = out if greedy_program is None else out.new_empty(num_rows)
     if out.numel() == 0:
-        return out
+        return out, greedy_out
     device = tiles.device_info(hidden.device)
     tile = config or tiles.pick(device.arch, hidden.dtype, num_rows, vocab, depth)
     shift = id_base % GROUP
@@ -275,7 +305,7 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config,
     flatten = tile.flatten and depth > 0 and not (full and tile.block_b > 64)
     num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
     grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
-    words = scratch.take(hidden.device, 1 + out.numel())
+    words = scratch.take(hidden.device, 1 + out.numel() + num_rows * (greedy_program is not None))
     channel, world = (0, 0, 0), 0
     if isinstance(exchange, Channel):
         channel, world = (exchange.block.address, exchange.offset, exchange.capacity), world_block(exchange)
@@ -283,9 +313,10 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config,
     # fmt: off
     def run():
         gemm_sample_kernel[grid](
-            hidden_arg, weight_arg, seed, out, words, *channel, tuple(operands), strides,
+            hidden_arg, weight_arg, seed, out, greedy_out, words, *channel, tuple(operands), strides,
             num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
             EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds),
+            GREEDY_EPILOGUE=None if greedy_program is None else emit(Program.parse(greedy_program), kinds),
             GREEDY=seed is None, MANY_DRAWS=num_draws > 1, ROW_SEEDS=seed is not None and seed.dim() == 1,
             HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype), G=GROUP,
             BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, FLATTEN=flatten, HEAD=head,
@@ -299,7 +330,7 @@ def _launch(hidden, weight, seed, operands, program, num_draws, id_base, config,
             run()
     else:
         run()
-    return out
+    return out, greedy_out
 
 
 def _operand(x, tile, device, block_rows, shift):

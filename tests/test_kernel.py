@@ -95,6 +95,18 @@ def test_draws_and_row_seeds():
     assert torch.equal(rows, back.flip(0)), "with its own seed, a row's tokens must not depend on its place"
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_draws_and_a_greedy_token_in_one_launch(num_samples):
+    hidden, weight = exact_inputs(5, 300, 24, torch.float32)
+    operands = [torch.rand(5, 1) + 0.5, torch.rand(300) < 0.3]
+    drawn, greedy = gemm_sample.sample_and_argmax(
+        hidden, weight, SEED, operands, "x0 = div(acc, a0)", "x0 = where(a1, -inf, acc)", num_samples, 0, WIDE
+    )
+    check_same_tokens(drawn, hidden, weight, SEED, operands, "x0 = div(acc, a0)", num_samples)
+    want = (hidden @ weight.t()).masked_fill(operands[1], -torch.inf).argmax(1)
+    assert greedy.equal(want)
+
+
 @pytest.mark.parametrize("id_base", [GROUP, 127, 3 * GROUP + 40, 2**31 + 5])
 @pytest.mark.parametrize("tile", ["wide", "pointers"])
 def test_a_shard_starts_anywhere(id_base, tile):
