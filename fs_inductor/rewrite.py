@@ -161,7 +161,7 @@ class SiteBuilder:
     def _mask(self, operand: Operand, level: int) -> Node:
         """A bool tensor, True where the graph overwrites logits: ``[V]`` if all rows agree, else the logits' shape."""
         node, dim = operand.node, operand.dim
-        vocab = self._slice_vocab_size(operand)
+        vocab = self._vocab_size(operand, level)
         if node.target is aten.index_put.default:
             indices = list(node.args[1])
             if len(indices) == 1 and indices[0].meta["val"].dtype is torch.bool and rank(indices[0]) <= operand.rank:
@@ -191,10 +191,13 @@ class SiteBuilder:
         ones = self.call(aten.expand.default, self._true(), [size_of(self.call, part, 0)])
         return self.call(aten.slice_scatter.default, blank, ones, 0, *bounds)
 
-    def _slice_vocab_size(self, operand: Operand) -> Any:
-        """The vocabulary's size at the operand's place."""
+    def _vocab_size(self, operand: Operand, level: int) -> Any:
+        """The vocabulary's size at the operand's place: slices that come later do not count."""
         size = shape(operand.node)[operand.dim]
-        return size if isinstance(size, int) else size_of(self.call, self.weight(), 0)
+        if isinstance(size, int):
+            return size
+        weight = self.site.linear.vocab_weight(self.call, self.site.linear_dim)
+        return size_of(self.call, self._slice_vocab(weight, 0, self.site.path[:level]), 0)
 
     def _false(self, sizes: list[Any]) -> Node:
         device = self.images[0].meta["val"].device
