@@ -292,7 +292,11 @@ def multinomial(h, W, mask):
     return (F.linear(h, W).float() / 1.3).masked_fill(mask, -torch.inf).softmax(-1).multinomial(1).squeeze(-1)
 
 
-@pytest.mark.parametrize(("fn", "dtype"), zip((race, gumbel, multinomial), DTYPES, strict=True), ids=str)
+@pytest.mark.parametrize(
+    ("fn", "dtype"),
+    list(zip((race, gumbel, multinomial), DTYPES, strict=True)),
+    ids=["race-bf16", "gumbel-fp16", "multinomial-fp32"],
+)
 def test_draws_of_many_rows_in_each_dtype(fn, dtype):
     """A draw a row, four million in all."""
     row, W, mask = one_row_problem(dtype)
