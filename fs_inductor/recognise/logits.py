@@ -190,19 +190,30 @@ class Walk(ProgramBuilder):
         if arg is None:
             return None
         if not isinstance(arg, Node):
-            return self.literal(arg, user.meta["val"].dtype if _keeps_dtype(user) else torch.float32)
+            return self.literal(arg, self._number_dtype(user))
         if arg in self.dependents:
             return self.value(arg, dim, path)
         number = constant_of(arg)
         if number is not None:
-            return self.literal(number, user.meta["val"].dtype if _keeps_dtype(user) else torch.float32)
+            return self.literal(number, self._number_dtype(user))
         operand = self.operand(arg, rank(user), dim, path)
-        out = user.meta["val"].dtype
         val = arg.meta["val"]
-        if out in LOW_PRECISION and isinstance(val, torch.Tensor) and val.dtype is torch.float32 and val.dim() == 0:
-            # Eager casts a 0-d tensor to the dtype of the result first. (Python floats arrive as float64 and are not.)
-            return self.emit("round", operand, Value(LOW_PRECISION[out], out), dtype=out)
-        return operand
+        if isinstance(val, torch.Tensor) and (val.dim() > 0 or not val.dtype.is_floating_point):
+            return operand
+        # A 0-d tensor on the CPU is a number to eager; one on the GPU is cast like any other tensor.
+        on_gpu = isinstance(val, torch.Tensor) and val.device.type != "cpu"
+        dtype = _computes_in(user) if on_gpu else self._number_dtype(user)
+        return self.round_to(dtype, operand) if dtype in LOW_PRECISION else operand
+
+    def _number_dtype(self, user: Node) -> torch.dtype:
+        """What eager casts a number to before ``user`` computes with it.
+
+        Products and quotients of low-precision tensors take it in float32; so do sums on GPUs, but not on CPUs.
+        Everything else casts it to the tensors' own dtype.
+        """
+        on_cpu = self.linear.node.meta["val"].device.type == "cpu"
+        in_float32 = _SCALING if on_cpu else _SCALING | _ADDING
+        return torch.float32 if user.target in in_float32 else _computes_in(user)
 
     def absorb(self, node: Any) -> None:
         """Counts ``node`` and all it depends on, back to the linear, as part of the site."""
@@ -292,12 +303,18 @@ class Walk(ProgramBuilder):
         return None if number is None else self.literal(number, dtype)
 
 
-def _keeps_dtype(user: Node) -> bool:
-    """Whether a literal is first cast to the dtype of the result: selecting ops do, arithmetic works in float32."""
-    return user.target in _SELECTING
+def _computes_in(user: Node) -> torch.dtype:
+    """The dtype a pointwise op converts its inputs to: its result's, or in a comparison that of the tensor it reads."""
+    dtype = user.meta["val"].dtype
+    if dtype is torch.bool:
+        values = [a.meta["val"] for a in user.all_input_nodes]
+        wide = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.dim() > 0]
+        dtype = wide[0] if wide else torch.float32
+    return dtype if dtype.is_floating_point else torch.float32
 
 
-_SELECTING = {t for t, name in ((t, str(t)) for t in POINTWISE) if any(w in name for w in ("where", "clamp", "fill"))}
+_SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_ADDING = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar}
 
 
 def _scatter_indices(node: Node) -> list[Any]:
