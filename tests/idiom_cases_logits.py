@@ -122,7 +122,7 @@ def f16_softmax_f32(h, W):
     return torch.multinomial(F.softmax(F.linear(h, W) / 0.7, -1, dtype=torch.float32), 1)
 
 
-@draw(10, hb, Wb, T0, logits=lambda h, W, T: bf16(lin(h, W) / bf16(T)))
+@draw(10, hb, Wb, T0, logits=lambda h, W, T: bf16(lin(h, W) / T.double()))
 def bf16_by_f32_scalar(h, W, T):
     return (F.linear(h, W) / T).softmax(-1).multinomial(1)
 
@@ -139,7 +139,7 @@ def double(h, W):
 
 @greedy(10, hb, Wb)
 def bf16_argmax(h, W):
-    return (F.linear(h, W) * 1.7 + 0.3).argmax(-1)
+    return (F.linear(h, W) * 1.7 + 0.25).argmax(-1)
 
 
 @greedy(10, hb, Wb)

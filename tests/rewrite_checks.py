@@ -18,8 +18,12 @@ def first_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def arguments_on(device: str, case: Case) -> list:
-    """The case's arguments on ``device``."""
-    return [copy.deepcopy(a).to(device) if isinstance(a, (torch.Tensor, torch.nn.Module)) else a for a in case.args]
+    """The case's arguments on ``device``, but for 0-d tensors: such a temperature usually lives on the CPU."""
+
+    def moves(x) -> bool:
+        return isinstance(x, torch.nn.Module) or (isinstance(x, torch.Tensor) and x.dim() > 0)
+
+    return [copy.deepcopy(a).to(device) if moves(a) else a for a in case.args]
 
 
 def check_rewritten_call(case: Case, device: str) -> None:

@@ -129,7 +129,7 @@ sample(hidden f16[B, 16], weight f16[160, 16], seed i64[])
             CASES["bf16_by_f32_scalar"],
             """\
 sample(hidden bf16[B, 16], weight bf16[160, 16], seed i64[], operands [f32[]])
-  program: x0 = round(acc, bf16); x1 = round(a0, bf16); x2 = div(x0, x1); x3 = round(x2, bf16)""",
+  program: x0 = round(acc, bf16); x1 = div(x0, a0); x2 = round(x1, bf16)""",
         )
 
     def test_bf16_by_f32_rows(self):
@@ -153,7 +153,7 @@ sample(hidden bf16[B, 16], weight bf16[160, 16], seed i64[])
             CASES["bf16_argmax"],
             """\
 argmax(hidden bf16[B, 16], weight bf16[160, 16])
-  program: x0 = round(acc, bf16); x1 = mul(x0, 1.7); x2 = round(x1, bf16); x3 = add(x2, 0.3);
+  program: x0 = round(acc, bf16); x1 = mul(x0, 1.7); x2 = round(x1, bf16); x3 = add(x2, 0.25);
     x4 = round(x3, bf16)""",
         )
 
