@@ -1,5 +1,6 @@
 # make demo    set up, train a small language model once, decode it with three backends
 # make test    set up, check style, run every test
+# make demo-tp shard that model's LM head over RANKS processes, decode, check that all agree
 # make lint    style only          make format   let ruff fix what it can
 # make clean   remove everything that was made here
 #
@@ -11,6 +12,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+RANKS ?= 2
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 2
 
@@ -21,10 +23,13 @@ TORCH_SPEC := $(VENV)/.torch
 # Threads that wait by spinning crawl when there are more of them than cores, as in parallel tests.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint format setup clean always
+.PHONY: demo demo-tp test lint format setup clean always
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/decode.py $(DEMO_ARGS)
+
+demo-tp: $(INSTALLED)
+	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/tensor_parallel.py $(DEMO_ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from . import traffic
 from .options import Options
+from .recognise.gather import GatherStep
 from .recognise.miss import Miss
 from .recognise.shapes import shape
 from .recognise.tails import SINK_TARGETS, Site, recognise
@@ -248,10 +249,10 @@ def _name(node: Node) -> str:
 
 
 def _fused_record(site: Site, call: Node) -> Fused:
-    hidden, weight = (call.args[i].meta["val"] for i in (0, 1))
+    hidden = call.args[0].meta["val"]
     logit_bytes = site.linear.node.meta["val"].dtype.itemsize
     saved = traffic.bytes_saved(site.draws, logit_bytes, row_noise=bool(site.noise))
-    sizes = {traffic.BATCH: hidden.shape[0], traffic.VOCAB: weight.shape[0]}
+    sizes = {traffic.BATCH: hidden.shape[0], traffic.VOCAB: shape(site.sink.args[0])[site.sink_dim]}
     saved = saved.subs({k: v if isinstance(v, int) else v.node.expr for k, v in sizes.items()})
     return Fused(
         _name(site.sink),
@@ -259,7 +260,14 @@ def _fused_record(site: Site, call: Node) -> Fused:
         _name(call),
         site.program,
         int(saved) if saved.is_Integer else saved,
+        _exchange(site.gather, hidden.device) if site.gather is not None else "",
     )
+
+
+def _exchange(gather: GatherStep, device: torch.device) -> str:
+    from .kernels import exchange
+
+    return exchange.describe(gather.group, device)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ class Fused:
     sink: the op that sampled, such as ``aten.multinomial``; location: ``file:line (function) code`` of the user's call.
     op: the op that took its place; epilogue: its program (see README, "What fuses").
     bytes_saved: memory traffic avoided per call, in bytes: an int, or a sympy expression where the batch is dynamic.
+    exchange: how the ranks of a sharded vocabulary agree on the winners, in words; empty for a whole vocabulary.
     """
 
     sink: str
@@ -26,13 +27,19 @@ class Fused:
     op: str
     epilogue: str
     bytes_saved: int | sympy.Expr
+    exchange: str = ""
 
     def __str__(self) -> str:
         saved = self.bytes_saved
         amount = _bytes(saved) if isinstance(saved, int) else f"{saved} bytes"
-        return f"fused   {self.sink} -> {self.op}  saves {amount} a call\n        at {self.location}\n        " + (
-            f"epilogue: {self.epilogue or '(none)'}"
-        )
+        lines = [
+            f"fused   {self.sink} -> {self.op}  saves {amount} a call",
+            f"at {self.location}",
+            f"epilogue: {self.epilogue or '(none)'}",
+        ]
+        if self.exchange:
+            lines.append(f"exchange: {self.exchange}")
+        return "\n        ".join(lines)
 
 
 @dataclass(frozen=True)
