@@ -1,0 +1,67 @@
+"""Every variant of the kernel once, small: for compute-sanitizer, which follows each access.
+
+compute-sanitizer --tool memcheck python tests/gpu/variants.py      (also --tool racecheck, synccheck)
+"""
+
+import torch
+
+from fs_inductor.kernels import gemm_sample, scratch
+from fs_inductor.kernels.tiles import Tile
+
+DEVICE = "cuda"
+ROUND = {
+    torch.bfloat16: "x0 = round(acc, bf16)",
+    torch.float16: "x0 = round(acc, f16)",
+    torch.float32: "x0 = add(acc, 0.0)",
+}
+RICH = "; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = add(x3, a1); x5 = where(a2, -inf, x4); x6 = div(x5, a0)"
+SEED = torch.tensor(7, device=DEVICE)
+
+
+def run(rows, vocab, depth, dtype, draws=1, row_seeds=False, id_base=0, rich=True, config=None, transposed=False):
+    hidden = torch.randn(rows, depth, device=DEVICE, dtype=dtype)
+    weight = torch.randn(vocab, depth, device=DEVICE, dtype=dtype)
+    if transposed:
+        weight = weight.t().contiguous().t()
+    operands = [
+        torch.rand(rows, 1, device=DEVICE) + 0.5,
+        torch.randn(vocab, device=DEVICE),
+        torch.rand(rows, vocab, device=DEVICE) < 0.3,
+    ]
+    program = ROUND[dtype] + RICH * rich
+    operands = operands * rich
+    seed = torch.arange(rows, device=DEVICE) if row_seeds else SEED
+    drawn = gemm_sample.sample(hidden, weight, seed, operands, program, draws, id_base, config)
+    greedy = gemm_sample.argmax(hidden, weight, operands, program, id_base, config)
+    both = gemm_sample.sample_and_argmax(hidden, weight, seed, operands, program, ROUND[dtype], draws, id_base, config)
+    for tokens in (drawn, greedy, *both):
+        assert ((tokens >= id_base) & (tokens < id_base + vocab)).all()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    scratch.reserve(torch.device(DEVICE, torch.cuda.current_device()))
+    count = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, vocab, depth in ((1, 1000, 72), (33, 999, 64), (130, 515, 136), (300, 129, 40)):
+            run(rows, vocab, depth, dtype)
+            count += 1
+    bf16 = torch.bfloat16
+    for options in (
+        {"rows": 5, "vocab": 1, "depth": 64},
+        {"rows": 5, "vocab": 700, "depth": 33},  # no descriptor: odd depth
+        {"rows": 20, "vocab": 700, "depth": 64, "draws": 3},
+        {"rows": 20, "vocab": 700, "depth": 64, "row_seeds": True},
+        {"rows": 20, "vocab": 700, "depth": 64, "id_base": 40},
+        {"rows": 20, "vocab": 704, "depth": 64, "transposed": True},
+        {"rows": 600, "vocab": 300, "depth": 64, "rich": False},
+        {"rows": 20, "vocab": 700, "depth": 64, "config": Tile(16, 128, 64, 4, 3, use_tma=False)},
+    ):
+        run(dtype=bf16, **options)
+        count += 1
+    torch.cuda.synchronize()
+    print(f"{count} variants ran")
+
+
+if __name__ == "__main__":
+    main()
