@@ -14,7 +14,10 @@ ROUND = {
     torch.float16: "x0 = round(acc, f16)",
     torch.float32: "x0 = add(acc, 0.0)",
 }
-RICH = "; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = add(x3, a1); x5 = where(a2, -inf, x4); x6 = div(x5, a0)"
+RICH = (
+    "; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = add(x3, a1); x5 = where(a2, -inf, x4)"
+    "; x6 = div(x5, a0)"
+)
 SEED = torch.tensor(7, device=DEVICE)
 
 
