@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from .pointwise import CASTS
-from .shapes import is_identity
+from .shapes import is_identity, rank, same, shape
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ def _uniform(node: Any) -> list[Node] | None:
 def _strip(node: Any, nodes: list[Node], guards: Callable[[Node], bool] | None = None) -> Any:
     """Passes casts, rearrangements of independent elements and what ``guards`` accepts."""
     while isinstance(node, Node):
-        if is_identity(node) or node.target in _REARRANGEMENTS or _is_float_cast(node):
+        if is_identity(node) or node.target in _REARRANGEMENTS or is_dense_view(node) or _is_float_cast(node):
             pass
         elif guards is not None and guards(node):
             pass
@@ -119,6 +119,19 @@ def _strip(node: Any, nodes: list[Node], guards: Callable[[Node], bool] | None =
         nodes.append(node)
         node = node.args[0]
     return node
+
+
+def is_dense_view(node: Node) -> bool:
+    """`as_strided` of a flat tensor to a contiguous one of as many elements, as torch 2.14 spells `uniform_`."""
+    if node.target is not aten.as_strided.default or rank(node.args[0]) != 1:
+        return False
+    offset = list(node.args[3:])
+    elements = 1
+    for n, step in zip(reversed(shape(node)), reversed(node.meta["val"].stride()), strict=True):
+        if not same(step, elements) and not same(n, 1):
+            return False
+        elements = elements * n
+    return offset in ([], [0], [None]) and same(elements, shape(node.args[0])[0])
 
 
 def _is_guard(node: Node) -> bool:

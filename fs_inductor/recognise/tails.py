@@ -184,7 +184,7 @@ def _draws_noise(x: Node, dependents: set[Node]) -> bool:
         if noise.is_random(node):
             return True
         # Outside the logits' own chain, only follow what noise is made of.
-        if node in dependents or node.target in PASSABLE:
+        if node in dependents or node.target in PASSABLE or noise.is_dense_view(node):
             stack.extend(node.all_input_nodes)
     return False
 
