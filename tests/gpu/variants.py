@@ -1,7 +1,11 @@
 """Every variant of the kernel once, small: for compute-sanitizer, which follows each access.
 
-compute-sanitizer --tool memcheck python tests/gpu/variants.py      (also --tool racecheck, synccheck)
+compute-sanitizer --tool memcheck python tests/gpu/variants.py [I N]      (also --tool racecheck, synccheck)
+
+With I and N, every N-th variant from the I-th on, so that several processes can share the compiling.
 """
+
+import sys
 
 import torch
 
@@ -41,15 +45,10 @@ def run(rows, vocab, depth, dtype, draws=1, row_seeds=False, id_base=0, rich=Tru
         assert ((tokens >= id_base) & (tokens < id_base + vocab)).all()
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    scratch.reserve(torch.device(DEVICE, torch.cuda.current_device()))
-    count = 0
+def variants():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for rows, vocab, depth in ((1, 1000, 72), (33, 999, 64), (130, 515, 136), (300, 129, 40)):
-            run(rows, vocab, depth, dtype)
-            count += 1
-    bf16 = torch.bfloat16
+            yield {"rows": rows, "vocab": vocab, "depth": depth, "dtype": dtype}
     for options in (
         {"rows": 5, "vocab": 1, "depth": 64},
         {"rows": 5, "vocab": 700, "depth": 33},  # no descriptor: odd depth
@@ -60,10 +59,18 @@ def main() -> None:
         {"rows": 600, "vocab": 300, "depth": 64, "rich": False},
         {"rows": 20, "vocab": 700, "depth": 64, "config": Tile(16, 128, 64, 4, 3, use_tma=False)},
     ):
-        run(dtype=bf16, **options)
-        count += 1
+        yield {"dtype": torch.bfloat16, **options}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    scratch.reserve(torch.device(DEVICE, torch.cuda.current_device()))
+    start, step = (int(n) for n in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
+    mine = list(variants())[start::step]
+    for options in mine:
+        run(**options)
     torch.cuda.synchronize()
-    print(f"{count} variants ran")
+    print(f"{len(mine)} variants ran")
 
 
 if __name__ == "__main__":
