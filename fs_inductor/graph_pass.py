@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from . import traffic
 from .options import Options
+from .recognise.dtensor_random import rewrap, unwrap
 from .recognise.gather import GatherStep
 from .recognise.miss import Miss
 from .recognise.shapes import shape
@@ -38,6 +39,7 @@ class FlashSamplingPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         sites: list[Site] = []
         missed: list[tuple[Node, Miss]] = []
+        wrapped = unwrap(graph)
         for sink in find_sinks(graph):
             try:
                 site = recognise(sink)
@@ -63,6 +65,8 @@ class FlashSamplingPass(CustomGraphPass):
             fused += [_fused_record(site, call) for site in group]
         if rewritten:
             erase(graph, rewritten)
+        rewrap(graph, wrapped)
+        if rewritten:
             graph.lint()
         self._record(graph, fused, missed)
 

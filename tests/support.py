@@ -199,6 +199,7 @@ def _call_text(node: Node, symbols: bool) -> str:
         parts.append(f"operands [{', '.join(tensor(n) for n in values['operands'])}]")
     if values.get("num_samples", 1) != 1:
         parts.append(f"num_samples {values['num_samples']}")
+    parts += [f"{key} {values[key]}" for key in ("vocab", "capacity") if key in values]
     lines = [f"{name}({', '.join(parts)})"]
     for key in ("program", "greedy_program"):
         if key in values:
