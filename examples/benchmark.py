@@ -2,6 +2,7 @@
 
     python examples/benchmark.py                       # the whole grid on a GPU, three cells on a CPU
     python examples/benchmark.py --shapes 151936x4096 --batches 1,64,256 --out results/
+    torchrun --nproc-per-node 2 examples/benchmark.py --tp     # a vocabulary sharded over ranks: see benchmark_tp.py
 
 Times one LM head and one draw per row: the fused op alone, the compiled step of unmodified code, and what they replace.
 All variants of a cell are measured in turn, round by round, so that a drift of the machine hits all of them; a cell's
@@ -204,6 +205,11 @@ def extra_memory(hidden: torch.Tensor, weight: torch.Tensor, program: str) -> in
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--tp" in argv:
+        import benchmark_tp
+
+        return benchmark_tp.main([argument for argument in argv if argument != "--tp"])
     args = parse(argv)
     on_gpu = args.device == "cuda"
     import fs_inductor.backend  # noqa: F401 - registers the ops, and the backend where it is not installed
@@ -293,6 +299,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", help="only variants whose name contains one of these words, comma-separated")
     parser.add_argument("--rounds", type=int, default=20, help="measured rounds a cell")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    parser.add_argument("--tp", action="store_true", help="the vocabulary sharded over ranks; has options of its own")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
