@@ -35,6 +35,26 @@ def plot_all(result: dict, out: Path) -> list[Path]:
     return [path for path in paths if path is not None]
 
 
+def plot_ranks(result: dict, path: Path) -> None:
+    """Time against batch, for `benchmark_tp`'s result."""
+    shapes = list(dict.fromkeys((cell["V"], cell["D"]) for cell in result["cells"]))
+    figure, axes = plt.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
+    for axis, (vocab, dim) in zip(axes.flat, shapes, strict=True):
+        here = [cell for cell in result["cells"] if (cell["V"], cell["D"]) == (vocab, dim)]
+        for name in here[0]["us"]:
+            axis.plot([c["B"] for c in here], [c["us"][name] for c in here], marker="o", markersize=3, label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set(title=f"V = {vocab}, D = {dim}", xlabel="batch", ylabel="microseconds")
+        axis.grid(alpha=0.3)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
+    env = result["environment"]
+    figure.suptitle(f"{env['world']} ranks, {env['device']}, torch {env['torch']}")
+    figure.tight_layout(rect=(0, 0.18, 1, 1))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def _share(result: dict):
     """The larger of the share of copy bandwidth (weight bytes) and of matrix rate (2 B V D)."""
     bandwidth, rate = result["ceilings"]["bytes_per_s"], result["ceilings"]["flop_per_s"]

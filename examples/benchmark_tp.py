@@ -59,8 +59,7 @@ class Ranks:
             self.device = torch.device("cuda", 0 if args.share_gpu else int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
         backend = "nccl" if on_gpu and not args.share_gpu else "gloo"  # NCCL wants a GPU a rank
-        device_id = self.device if backend == "nccl" else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
         self.rank, self.world, self.captures = dist.get_rank(), dist.get_world_size(), backend == "nccl"
         self.name = dist.group.WORLD.group_name
@@ -77,7 +76,7 @@ class Ranks:
         """All ranks are here, and their devices idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier(group=self.control)
+        self.largest(0)
 
     def agree(self, tokens: torch.Tensor) -> bool:
         """Whether all ranks hold the same tokens, all of them valid ids."""
@@ -184,28 +183,33 @@ def fan_out(ranks: Ranks, hidden, shard, seed, rest, vocab: int, capacity: int) 
 
 
 class Timer:
-    """One variant: a CUDA graph of several calls if `captures`, else the calls one after the other."""
+    """One variant: the calls one after the other, or, after `capture`, replays of a CUDA graph of several calls."""
 
-    def __init__(self, call: Call, calls: int, device: torch.device, captures: bool):
+    def __init__(self, call: Call, calls: int, device: torch.device):
         self.call, self.calls, self.on_gpu = call, calls, device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tokens: list[torch.Tensor] = []
-        if not captures:
-            self.tokens = [call() for _ in range(3)]
-            return
-        side = torch.cuda.Stream()
+        for _ in range(3):
+            call()
+
+    def capture(self) -> str:
+        """Returns what stood in the way of a graph; empty if nothing did."""
+        call, side = self.call, torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 call()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        # Thread-local, because NCCL's watchdog asks for events meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.tokens = [call() for _ in range(GRAPH_CALLS)]
-        self.graph.replay()
-        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Thread-local, because NCCL's watchdog asks for events meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.tokens = [call() for _ in range(GRAPH_CALLS)]
+        except RuntimeError as error:
+            return str(error).strip().split("\n")[0]
+        self.graph = graph
+        return ""
 
     def run(self) -> float:
         """Microseconds a call, over at least `calls` calls."""
@@ -225,16 +229,30 @@ class Timer:
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / done
 
-    def draw(self, steps: int) -> torch.Tensor:
-        """int64 [steps or a few more, B, 1]: tokens of new calls, or of new replays."""
-        log: list[torch.Tensor] = []
-        while len(log) * (len(log[0]) if log else 1) < steps:
-            if self.graph:
-                self.graph.replay()
-                log.append(torch.stack(self.tokens))
-            else:
-                log.append(self.call()[None])
+    def replay(self, steps: int) -> torch.Tensor:
+        """int64 [steps, B, 1], rounded up to whole replays: the tokens of the graph's calls."""
+        log = []
+        for _ in range(-(-steps // GRAPH_CALLS)):
+            self.graph.replay()
+            log.append(torch.stack(self.tokens))
         return torch.cat(log)
+
+
+def start(ranks: Ranks, name: str, call: Call | None, calls: int) -> Timer | None:
+    """A timer that is warm; on a graph if all ranks have captured one."""
+    ranks.meet()
+    timer = None if call is None else Timer(call, calls, ranks.device)
+    if ranks.captures:
+        reason = timer.capture() if timer else ""
+        if reason:
+            print(f"rank {ranks.rank}: no CUDA graph of {name!r}: {reason}", flush=True)
+        # Before any replay: a rank without a graph would be waited for.
+        if ranks.largest(bool(reason)) and timer:
+            timer.graph = None
+        if timer and timer.graph:
+            timer.graph.replay()
+    ranks.meet()
+    return timer
 
 
 def measure(ranks: Ranks, timers: dict[str, Timer | None], rounds: int) -> dict[str, float]:
@@ -259,7 +277,7 @@ def check(ranks: Ranks, timers: dict[str, Timer | None], calls: dict[str, Call |
         ranks.meet()
         drawn = [torch.stack([calls[name]() for _ in range(steps)])]
         if timers[name].graph:
-            drawn.append(timers[name].draw(steps))
+            drawn.append(timers[name].replay(steps))
         drawn = torch.cat(drawn)
         ranks.meet()
         exchange.check()
@@ -273,6 +291,8 @@ def check(ranks: Ranks, timers: dict[str, Timer | None], calls: dict[str, Call |
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    from bench_plots import plot_ranks
+
     import fs_inductor.backend  # noqa: F401 - registers the ops, and the backend where it is not installed
     from fs_inductor.kernels import exchange
 
@@ -289,20 +309,22 @@ def main(argv: list[str] | None = None) -> int:
             torch.manual_seed(batch)
             hidden = torch.randn(batch, dim, device=ranks.device, dtype=DTYPES[args.dtype])
             calls = variants(ranks, head, hidden, whole, args.variants)
-            timers = {}
-            for name, call in calls.items():
-                ranks.meet()
-                timers[name] = None if call is None else Timer(call, args.calls, ranks.device, ranks.captures)
+            timers = {name: start(ranks, name, call, args.calls) for name, call in calls.items()}
             cell = {"V": vocab, "D": dim, "B": batch, "us": measure(ranks, timers, args.rounds)}
+            cell["graphs"] = [name for name, timer in timers.items() if timer and timer.graph]
             cell["checked"] = check(ranks, timers, calls, args.steps)
             result["cells"].append(cell)
             numbers = ", ".join(f"{name} {us:.1f}" for name, us in cell["us"].items())
             agreed = all(found["agree"] for found in cell["checked"].values())
             say(f"V {vocab} D {dim} B {batch}: {numbers}; ranks agree: {agreed}", flush=True)
             del calls, timers
-    result["environment"]["exchange"] = exchange.describe(ranks.name, ranks.device)
+            result["environment"]["exchange"] = exchange.describe(ranks.name, ranks.device)
+            if ranks.rank == 0:
+                save(result, args.out)  # in case that a later cell fails
     if ranks.rank == 0:
-        write(result, args.out)
+        print(table(result))
+        plot_ranks(result, args.out / f"{stem(result)}.png")
+        print("written:", ", ".join(str(args.out / f"{stem(result)}.{end}") for end in ("md", "json", "png")))
     ranks.meet()
     dist.destroy_process_group()
     return 0 if all(found["agree"] for cell in result["cells"] for found in cell["checked"].values()) else 1
@@ -317,15 +339,14 @@ def surroundings(args: argparse.Namespace, ranks: Ranks) -> dict:
     return found
 
 
-def write(result: dict, out: Path) -> None:
+def stem(result: dict) -> str:
+    return f"tensor_parallel_{result['environment']['world']}"
+
+
+def save(result: dict, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    stem = f"tensor_parallel_{result['environment']['world']}"
-    text = table(result)
-    print(text)
-    (out / f"{stem}.md").write_text(text + "\n")
-    (out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, out / f"{stem}.png")
-    print("written:", ", ".join(str(out / f"{stem}.{end}") for end in ("md", "json", "png")))
+    (out / f"{stem(result)}.md").write_text(table(result) + "\n")
+    (out / f"{stem(result)}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def table(result: dict) -> str:
@@ -351,27 +372,6 @@ def table(result: dict) -> str:
         verdict = f"yes, {steps:,} steps" if all(found["agree"] for found in checked) else "NO"
         lines.append(f"| {cell['V']}, {cell['D']}, {cell['B']} | " + " | ".join([*row, verdict]) + " |")
     return "\n".join(lines)
-
-
-def plot(result: dict, path: Path) -> None:
-    from bench_plots import plt
-
-    shapes = list(dict.fromkeys((cell["V"], cell["D"]) for cell in result["cells"]))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
-    for axis, (vocab, dim) in zip(axes.flat, shapes, strict=True):
-        here = [cell for cell in result["cells"] if (cell["V"], cell["D"]) == (vocab, dim)]
-        for name in here[0]["us"]:
-            axis.plot([c["B"] for c in here], [c["us"][name] for c in here], marker="o", markersize=3, label=name)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set(title=f"V = {vocab}, D = {dim}", xlabel="batch", ylabel="microseconds")
-        axis.grid(alpha=0.3)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
-    env = result["environment"]
-    figure.suptitle(f"{env['world']} ranks, {env['device']}, torch {env['torch']}")
-    figure.tight_layout(rect=(0, 0.18, 1, 1))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _plain(args: argparse.Namespace) -> dict:
