@@ -100,9 +100,10 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
     cols = v0 + tl.arange(0, BV)
     col_mask = (cols >= 0) & (cols < V)
     logits = EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
-    logits = tl.where(col_mask[None, :], logits, -_INF)
+    if (v0 < 0) | (v0 + BV > V):  # only the first and the last tile
+        logits = tl.where(col_mask[None, :], logits, -_INF)
     if GREEDY:
-        offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words), id_base, BV, INTERPRET)
+        offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words, BB), id_base, BV, INTERPRET)
     else:
         x = logits.reshape(BB, NG, G)
         top = tl.max(x, 2) * _LOG2_E
@@ -121,18 +122,20 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
         if MANY_DRAWS:
             for draw in range(num_draws):
                 slots = rows.to(tl.int64) * num_draws + draw
-                best_key = best_key_of(read_best(best, slots, row_mask, BB, THREADS))
+                words = read_best(best, b0.to(tl.int64) * num_draws + draw, num_draws, b0, B, BB, THREADS)
+                best_key = best_key_of(words, BB)
                 offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
                             BB, NG, G, LEVELS)
         else:
-            best_key = best_key_of(best_words)
+            best_key = best_key_of(best_words, BB)
             offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
                         BB, NG, G, LEVELS)
     if GREEDY_EPILOGUE is not None:
         logits = GREEDY_EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
         logits = tl.where(col_mask[None, :], logits, -_INF)
         slots = B.to(tl.int64) * num_draws + rows  # behind the draws' words
-        best_key = best_key_of(read_best(best, slots, row_mask, BB, THREADS))
+        words = read_best(best, B.to(tl.int64) * num_draws + b0, 1, b0, B, BB, THREADS)
+        best_key = best_key_of(words, BB)
         offer_argmax(logits, v0, row_mask, slots, best, best_key, id_base, BV, INTERPRET)
 
 
@@ -177,8 +180,7 @@ def gemm_sample_kernel(
         for i in range(rounds + 1 if HEAD else rounds):
             if HEAD:
                 if (step == steps - 1) & (i > 0):
-                    rows = b0 + tl.arange(0, BLOCK_B)
-                    words = read_best(best, rows, rows < B, BLOCK_B, THREADS)
+                    words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                                 EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
                                 THREADS, INTERPRET)
@@ -193,15 +195,13 @@ def gemm_sample_kernel(
                             INTERPRET)
             if not HEAD:
                 if step == steps - 1:
-                    rows = b0 + tl.arange(0, BLOCK_B)
-                    words = read_best(best, rows, rows < B, BLOCK_B, THREADS)
+                    words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                                 EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
                                 THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     else:
-        rows = tl.arange(0, BLOCK_B)
-        words = read_best(best, rows, rows < 0, BLOCK_B, THREADS)
+        words = read_best(best, 0, 1, 0, 0, BLOCK_B, THREADS)
         for tile in range(pid, num_tiles + num_programs, num_programs):
             if tile > pid:
                 _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
@@ -210,8 +210,7 @@ def gemm_sample_kernel(
             v0 = (tile // num_b) * BLOCK_V - shift
             b0 = (tile % num_b) * BLOCK_B
             acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
-            rows = b0 + tl.arange(0, BLOCK_B)
-            words = read_best(best, rows, rows < B, BLOCK_B, THREADS)  # early: the product hides the wait
+            words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)  # early: the product hides the wait
             for d in range(0, tl.where(tile < num_tiles, D, 0), BLOCK_D):
                 acc = _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
                                 EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D, INTERPRET)

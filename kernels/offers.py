@@ -89,25 +89,33 @@ def _order_key(score):
 
 @triton.jit
 def _any(mask):
-    return tl.max(mask.to(tl.int32), axis=None) != 0
+    # An axis at a time: over all at once, Triton would first move the mask to another layout.
+    mask = mask.to(tl.int32)
+    if len(mask.shape) == 2:
+        mask = tl.max(mask, 1)
+    return tl.max(mask, 0) != 0
 
 
 @triton.jit
-def read_best(best, slots, row_mask, BB: tl.constexpr, THREADS: tl.constexpr):
-    """The rows' words so far, [BB, COPIES]. An old one is only lower, so racing with other programs is harmless.
+def read_best(best, slot0, step, row0, B, BB: tl.constexpr, THREADS: tl.constexpr):
+    """The words so far of rows row0 ... row0 + BB, at slot0, slot0 + step, ...: [BB * COPIES], for `best_key_of`.
 
-    What is not harmless is two threads that hold one row and have read different values: they part at the next branch
-    and wait for each other at a barrier forever. So there are copies enough that every element is one thread's alone
-    (at two elements, the widest load, a thread), and `best_key_of` settles on their maximum.
+    An old word is only lower, so racing with other programs is harmless. What is not harmless is two threads that hold
+    one row and have read different values: they part at the next branch and wait for each other at a barrier forever.
+    So there are copies enough that every element is one thread's alone (at two elements, the widest load, a thread),
+    and `best_key_of` settles on their maximum. A row's copies are neighbours: their maximum stays inside a warp.
     """
     COPIES: tl.constexpr = 2 * THREADS // BB if 2 * THREADS > BB else 1
-    copies = tl.zeros((1, COPIES), tl.int32)
-    return tl.load((best + slots)[:, None] + copies, mask=row_mask[:, None] & (copies == 0), other=0, volatile=True)
+    i = tl.arange(0, BB * COPIES)
+    row = i // COPIES
+    slots = slot0 + row.to(tl.int64) * step
+    return tl.load(best + slots, mask=(row0 + row < B) & (i % COPIES == 0), other=0, volatile=True)
 
 
 @triton.jit
-def best_key_of(words):
-    return tl.max((words >> 32).to(tl.uint32), 1)
+def best_key_of(words, BB: tl.constexpr):
+    keys = (words >> 32).to(tl.uint32)
+    return tl.max(keys.reshape(BB, keys.numel // BB), 1)
 
 
 @triton.jit
@@ -141,6 +149,48 @@ def offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base,
 
 
 @triton.jit
+def _of_best(x, key, BB: tl.constexpr, NG: tl.constexpr):
+    """x [BB, NG] -> [BB, 1], its value at the group of each row's highest key, of equals the first."""
+    x, key = tl.broadcast(x, key)
+    for level in tl.static_range(6):  # any more groups than a tile has
+        if NG >> level > 1:
+            key0, key1 = tl.split(key.reshape(BB, NG >> (level + 1), 2))
+            x0, x1 = tl.split(x.reshape(BB, NG >> (level + 1), 2))
+            x = tl.where(key1 > key0, x1, x0)
+            key = tl.where(key1 > key0, key1, key0)
+    return x
+
+
+@triton.jit
+def _best_group(p, key, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
+    """`_of_best` for the elements of groups: p [BB, NG, G] -> [BB, 1, G]."""
+    for level in tl.static_range(6):  # any more groups than a tile has
+        if NG >> level > 1:
+            key0, key1 = tl.split(key.reshape(BB, NG >> (level + 1), 2))
+            p0, p1 = tl.split(p.reshape(BB, NG >> (level + 1), 2, G).permute(0, 1, 3, 2))
+            p = tl.where((key1 > key0)[:, :, None], p1, p0)
+            key = tl.where(key1 > key0, key1, key0)
+    return p
+
+
+@triton.jit
+def _winner_words(seed, first_id, rows, draw, key, BB: tl.constexpr, NG: tl.constexpr):
+    """The words of each row's best group, [BB, 1]."""
+    words = group_words(seed, first_id, rows, draw)
+    if NG == 1:
+        return words
+    else:
+        # The first four cost less if asked for once, by the winner's id. The others must be those that came with the
+        # word of the score: if that one had no other use, Triton would think it free to compute it where it is needed,
+        # which is in each of the four threads that share a row.
+        r0, r1, r2, r3, _, _, _, r7 = group_words(seed, _of_best(first_id, key, BB, NG), rows, draw)
+        r4 = _of_best(words[4], key, BB, NG)
+        r5 = _of_best(words[5], key, BB, NG)
+        r6 = _of_best(words[6], key, BB, NG)
+        return r0, r1, r2, r3, r4, r5, r6, r7
+
+
+@triton.jit
 def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, seed, draw, id_base,
                 BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
     """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
@@ -153,23 +203,28 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
     draw = tl.zeros_like(rows) + draw  # a tensor, also for the interpreter, where loops count in Python
     noise = gumbel(group_words(seed, first_id, rows, draw)[7])
     key = _order_key(top * _LN_2 + tl.log(mass) + noise)
-    wins = (key >= best_key[:, None]) & row_mask[:, None]
+    row_key = tl.max(key, 1)
+    wins = (row_key >= best_key) & row_mask
     if _any(wins):
-        # A value of its own for this branch: the tournament adds what `group_mass` has added, and the compiler would
-        # keep all those sums in registers from there to here.
-        p = tl.where(wins[:, :, None], p, 0.0)
+        if NG == 1:
+            # A value of its own for this branch: the tournament adds what `group_mass` has added, and the compiler
+            # would keep all those sums in registers from there to here.
+            p = tl.where(wins[:, None, None], p, 0.0)
+        # Only a row's best group needs a winner.
+        p1 = _best_group(p, key, BB, NG, G)
+        mass1 = _of_best(mass, key, BB, NG)
+        group1 = _of_best(group_id, key, BB, NG)
         # First what a tournament cannot decide: a NaN, else a +inf, wins its group; a group without mass (all -inf)
         # offers its first id.
-        special = (mass == 0.0) | (mass == _INF) | (mass != mass)
+        special = (mass1 == 0.0) | (mass1 == _INF) | (mass1 != mass1)
         forced = tl.zeros_like(special.to(tl.int32))
-        if _any(wins & special):
+        if _any(wins[:, None] & special):
             index = tl.arange(0, G)[None, None, :]
-            nan = tl.min(tl.where(p != p, index, G), 2)
-            inf = tl.min(tl.where(p == _INF, index, G), 2)
+            nan = tl.min(tl.where(p1 != p1, index, G), 2)
+            inf = tl.min(tl.where(p1 == _INF, index, G), 2)
             forced = tl.where(nan < G, nan, tl.where(inf < G, inf, 0))
         # Asked for again here, so that the four words only the tournament needs cost nothing elsewhere.
-        words = group_words(seed, first_id, rows, draw)
-        position = tl.where(special, forced, _tournament(p, words, BB, NG, G, LEVELS))
-        word = tl.max(_word(key, tl.maximum(group_id + position, id_base)), 1)
-        mask = row_mask & ((word >> 32).to(tl.uint32) >= best_key)
-        tl.atomic_max(best + slots, word, mask=mask, sem="relaxed", scope="gpu")
+        words = _winner_words(seed, first_id, rows, draw, key, BB, NG)
+        position = tl.where(special, forced, _tournament(p1, words, BB, 1, G, LEVELS))
+        word = tl.max(_word(row_key[:, None], tl.maximum(group1 + position, id_base)), 1)
+        tl.atomic_max(best + slots, word, mask=wins, sem="relaxed", scope="gpu")
