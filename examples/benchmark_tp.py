@@ -63,6 +63,7 @@ class Ranks:
         self.control = dist.new_group(backend="gloo", timeout=timeout)
         self.rank, self.world, self.captures = dist.get_rank(), dist.get_world_size(), backend == "nccl"
         self.name = dist.group.WORLD.group_name
+        self.share_gpu = on_gpu and args.share_gpu
         self.mesh = init_device_mesh(args.device, (self.world,))
         if not on_gpu:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.world))
@@ -127,6 +128,8 @@ def variants(ranks: Ranks, head: Head, hidden: torch.Tensor, whole: torch.Tensor
         GATHER: lambda: compiled("inductor", head, hidden),
         ONE_RANK: lambda: None if whole is None else lambda: ops.sample(hidden, whole, seed, *rest),
     }
+    if ranks.share_gpu:
+        del table[GATHER]  # DTensor gathers with NCCL, which wants a GPU a rank
     return {name: make() for name, make in table.items() if not wanted or any(w in name for w in wanted)}
 
 
@@ -172,7 +175,13 @@ def fan_out(ranks: Ranks, hidden, shard, seed, rest, vocab: int, capacity: int) 
         reduce = torch.compile(reduce, dynamic=False)  # one kernel
 
     def call() -> torch.Tensor:
-        gather(everyone, local().t().expand(count, -1).contiguous())
+        mine = local().t().expand(count, -1).contiguous()
+        if ranks.share_gpu:  # gloo gathers on the CPU
+            box = everyone.cpu()
+            gather(box, mine.cpu())
+            everyone.copy_(box)
+        else:
+            gather(everyone, mine)
         return reduce(everyone)
 
     call()
