@@ -12,6 +12,7 @@ import linecache
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 
@@ -64,7 +65,13 @@ def _source(program: Program, kinds: Sequence[Kind]) -> str:
     for n, (use, kind) in enumerate(zip(program.operand_types, kinds, strict=False)):
         if use is not None:
             terms[f"a{n}"] = Term(f"a{n}", frozenset(_AXES[kind.shape].split()))
-            load = _CONVERT[use].format(_LOADS[kind.shape].format(n=n))
+            load = _LOADS[kind.shape].format(n=n)
+            if kind.dtype == torch.bool:
+                # As bytes, and widened: a full operand changes layout where it grows, and moving bytes takes half the
+                # instructions that moving truth values does.
+                load = load.replace(f"operands[{n}]", f"operands[{n}].to(tl.pointer_type(tl.int8), bitcast=True)", 1)
+                load += ".to(tl.int32)"
+            load = _CONVERT[use].format(load)
             dtype = "tl.int1" if use == "b" else "tl.float32"
             lines.append(f"    a{n} = {_WIDEN[kind.shape].format(load, dtype)}")
     result = terms["acc"]
