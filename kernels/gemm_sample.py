@@ -91,8 +91,8 @@ def _finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
                 EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
-                MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, G: tl.constexpr, BB: tl.constexpr,
-                BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
+                MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, SELECT: tl.constexpr, G: tl.constexpr,
+                BB: tl.constexpr, BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
     """Offer the candidates of one tile: acc [BB, BV] is the product of rows b0... and ids v0... of the shard."""
     NG: tl.constexpr = BV // G
     rows = b0 + tl.arange(0, BB)
@@ -125,11 +125,11 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
                 words = read_best(best, b0.to(tl.int64) * num_draws + draw, num_draws, b0, B, BB, THREADS)
                 best_key = best_key_of(words, BB)
                 offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
-                            BB, NG, G, LEVELS)
+                            SELECT, BB, NG, G, LEVELS)
         else:
             best_key = best_key_of(best_words, BB)
             offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
-                        BB, NG, G, LEVELS)
+                        SELECT, BB, NG, G, LEVELS)
     if GREEDY_EPILOGUE is not None:
         logits = GREEDY_EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
         logits = tl.where(col_mask[None, :], logits, -_INF)
@@ -145,9 +145,9 @@ def gemm_sample_kernel(
     B, V, D, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
     EVEN_D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
     MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr,
-    PRECISION: tl.constexpr, G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    FLATTEN: tl.constexpr, HEAD: tl.constexpr, WORLD: tl.constexpr,
-    WORDS: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, SELECT: tl.constexpr, G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, FLATTEN: tl.constexpr, HEAD: tl.constexpr, WORLD: tl.constexpr, WORDS: tl.constexpr,
+    THREADS: tl.constexpr, INTERPRET: tl.constexpr,
 ):
     """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
 
@@ -182,7 +182,7 @@ def gemm_sample_kernel(
                 if (step == steps - 1) & (i > 0):
                     words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
+                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G, BLOCK_B, BLOCK_V,
                                 THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             step = tl.where(step == steps - 1, 0, step + 1)
@@ -197,7 +197,7 @@ def gemm_sample_kernel(
                 if step == steps - 1:
                     words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
+                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G, BLOCK_B, BLOCK_V,
                                 THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     else:
@@ -205,7 +205,7 @@ def gemm_sample_kernel(
         for tile in range(pid, num_tiles + num_programs, num_programs):
             if tile > pid:
                 _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                            EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, G, BLOCK_B, BLOCK_V,
+                            EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G, BLOCK_B, BLOCK_V,
                                 THREADS, INTERPRET)
             v0 = (tile // num_b) * BLOCK_V - shift
             b0 = (tile % num_b) * BLOCK_B
@@ -293,12 +293,12 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     if out.numel() == 0:
         return out, greedy_out
     device = tiles.device_info(hidden.device)
-    tile = config or tiles.pick(device.arch, hidden.dtype, num_rows, vocab, depth)
+    kinds, strides = operand_kinds(operands, num_rows, vocab)
+    full = any(kind.shape == "full" for kind in kinds)
+    tile = config or tiles.pick(device.arch, hidden.dtype, num_rows, vocab, depth, full)
     shift = id_base % GROUP
     hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
     weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
-    kinds, strides = operand_kinds(operands, num_rows, vocab)
-    full = any(kind.shape == "full" for kind in kinds)
     # Below 64 rows products are synchronous and waiting for them is no price; above, better two loops than the wait.
     head = full or tile.block_b < 64
     flatten = tile.flatten and depth > 0 and not (full and tile.block_b > 64)
@@ -317,7 +317,8 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
             EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds),
             GREEDY_EPILOGUE=None if greedy_program is None else emit(Program.parse(greedy_program), kinds),
             GREEDY=seed is None, MANY_DRAWS=num_draws > 1, ROW_SEEDS=seed is not None and seed.dim() == 1,
-            HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype), G=GROUP,
+            HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype),
+            SELECT=device.arch in ("sm_90", "cpu"), G=GROUP,
             BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, FLATTEN=flatten, HEAD=head,
             WORLD=world, WORDS=exchange == "words", THREADS=32 * tile.num_warps, INTERPRET=_INTERPRET,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,

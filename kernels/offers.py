@@ -174,29 +174,28 @@ def _best_group(p, key, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _winner_words(seed, first_id, rows, draw, key, BB: tl.constexpr, NG: tl.constexpr):
+def _best_words(seed, first_id, rows, draw, key, BB: tl.constexpr, NG: tl.constexpr):
     """The words of each row's best group, [BB, 1]."""
+    # The first four cost less if asked for once, by the winner's id. The others must be those that came with the word
+    # of the score: if that one had no other use, Triton would think it free to compute it where it is needed, which is
+    # in each of the four threads that share a row.
     words = group_words(seed, first_id, rows, draw)
-    if NG == 1:
-        return words
-    else:
-        # The first four cost less if asked for once, by the winner's id. The others must be those that came with the
-        # word of the score: if that one had no other use, Triton would think it free to compute it where it is needed,
-        # which is in each of the four threads that share a row.
-        r0, r1, r2, r3, _, _, _, r7 = group_words(seed, _of_best(first_id, key, BB, NG), rows, draw)
-        r4 = _of_best(words[4], key, BB, NG)
-        r5 = _of_best(words[5], key, BB, NG)
-        r6 = _of_best(words[6], key, BB, NG)
-        return r0, r1, r2, r3, r4, r5, r6, r7
+    r0, r1, r2, r3, _, _, _, r7 = group_words(seed, _of_best(first_id, key, BB, NG), rows, draw)
+    r4 = _of_best(words[4], key, BB, NG)
+    r5 = _of_best(words[5], key, BB, NG)
+    r6 = _of_best(words[6], key, BB, NG)
+    return r0, r1, r2, r3, r4, r5, r6, r7
 
 
 @triton.jit
 def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, seed, draw, id_base,
-                BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+                SELECT: tl.constexpr, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
     """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
 
     p [BB, NG, G] = exp2(logits * log2(e) - top), mass its sums; top and mass are [BB, NG].
     group_id [1, NG]: the groups' aligned first ids. best_key [BB]: from `best_key_of`.
+    SELECT: only a row's best group needs a winner. Pick it before the tournament, which pays where the groups of a row
+    are in one thread, as Hopper's matrix unit leaves them; elsewhere whole tiles would change hands.
     """
     first_id = tl.maximum(group_id, id_base)  # a shard boundary may cut its first group
     rows = rows[:, None]
@@ -206,14 +205,20 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
     row_key = tl.max(key, 1)
     wins = (row_key >= best_key) & row_mask
     if _any(wins):
-        if NG == 1:
-            # A value of its own for this branch: the tournament adds what `group_mass` has added, and the compiler
-            # would keep all those sums in registers from there to here.
-            p = tl.where(wins[:, None, None], p, 0.0)
-        # Only a row's best group needs a winner.
-        p1 = _best_group(p, key, BB, NG, G)
-        mass1 = _of_best(mass, key, BB, NG)
-        group1 = _of_best(group_id, key, BB, NG)
+        # p1 is also a value of its own for this branch: the tournament adds what `group_mass` has added, and the
+        # compiler would keep all those sums in registers from there to here.
+        if SELECT and NG > 1:
+            NG1: tl.constexpr = 1
+            p1 = _best_group(p, key, BB, NG, G)
+            mass1 = _of_best(mass, key, BB, NG)
+            id1 = _of_best(group_id, key, BB, NG)
+            key1 = row_key[:, None]
+        else:
+            NG1: tl.constexpr = NG
+            p1 = tl.where(wins[:, None, None], p, 0.0)
+            mass1 = mass
+            id1 = group_id
+            key1 = key
         # First what a tournament cannot decide: a NaN, else a +inf, wins its group; a group without mass (all -inf)
         # offers its first id.
         special = (mass1 == 0.0) | (mass1 == _INF) | (mass1 != mass1)
@@ -224,7 +229,10 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
             inf = tl.min(tl.where(p1 == _INF, index, G), 2)
             forced = tl.where(nan < G, nan, tl.where(inf < G, inf, 0))
         # Asked for again here, so that the four words only the tournament needs cost nothing elsewhere.
-        words = _winner_words(seed, first_id, rows, draw, key, BB, NG)
-        position = tl.where(special, forced, _tournament(p1, words, BB, 1, G, LEVELS))
-        word = tl.max(_word(row_key[:, None], tl.maximum(group1 + position, id_base)), 1)
+        if SELECT and NG > 1:
+            words = _best_words(seed, first_id, rows, draw, key, BB, NG)
+        else:
+            words = group_words(seed, first_id, rows, draw)
+        position = tl.where(special, forced, _tournament(p1, words, BB, NG1, G, LEVELS))
+        word = tl.max(_word(key1, tl.maximum(id1 + position, id_base)), 1)
         tl.atomic_max(best + slots, word, mask=wins, sem="relaxed", scope="gpu")

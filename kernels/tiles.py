@@ -60,6 +60,13 @@ _HOPPER_16 = {
     128: Tile(128, 128, 64, num_warps=8, num_stages=5),
     None: Tile(128, 256, 64, num_warps=8, num_stages=4, flatten=False),
 }
+# With a [B, V] operand the epilogue outlasts the loads that are under way, and a second program fills the gap. At 64
+# rows that pays only while tiles are short: two programs leave each fewer loads ahead.
+_HOPPER_16_FULL = _HOPPER_16 | {16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2)}
+_HOPPER_16_FULL_SHORT = _HOPPER_16_FULL | {
+    32: Tile(32, 128, 64, num_warps=4, num_stages=5, programs_per_sm=2),
+    64: Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
+}
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {
     16: Tile(16, 128, 64, num_warps=4, num_stages=4, flatten=False, use_tma=False),
@@ -76,14 +83,19 @@ _INTERPRETER = {16: Tile(16, 512, 256, 4, 1), None: Tile(64, 512, 256, 4, 1)}
 
 
 @functools.lru_cache(maxsize=4096)
-def pick(arch: str, dtype: torch.dtype, batch: int, vocab: int, hidden: int) -> Tile:
-    """The tile for a product of [batch, hidden] with [vocab, hidden] on `arch` (as in DeviceInfo)."""
+def pick(arch: str, dtype: torch.dtype, batch: int, vocab: int, hidden: int, full: bool = False) -> Tile:
+    """The tile for a product of [batch, hidden] with [vocab, hidden] on `arch` (as in DeviceInfo).
+
+    full: whether the epilogue reads an operand of [batch, vocab].
+    """
     if arch == "cpu":
         table = _INTERPRETER
     elif dtype == torch.float32:
         table = _SINGLE
     elif arch in ("sm_90", "sm_100", "sm_103"):
         table = _HOPPER_16
+        if full:
+            table = _HOPPER_16_FULL_SHORT if hidden < 3072 else _HOPPER_16_FULL
     else:
         table = _POINTER_16
     tile = next(tile for limit, tile in table.items() if limit is None or batch <= limit)
