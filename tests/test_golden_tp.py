@@ -408,3 +408,10 @@ def test_a_wrapped_draw_is_seen_and_one_that_is_not_fused_stays_wrapped():
     assert missed.codes == ["SMALL_VOCAB"]
     assert missed.unchanged
     assert "run_dtensor_rng_op" in missed.targets
+
+
+@pytest.mark.parametrize("name", ["colwise", "colwise_one_row", "shard_one_row", "bias_of_the_head"])
+def test_a_rank_with_one_row_decides_as_the_others(name):
+    # 57 ids are eight for each of seven ranks, and one for the last, where Inductor decomposes products of one element.
+    first, last = (on_rank(8, rank, trace, name, 57, False).result(timeout=120) for rank in (0, 7))
+    assert (last.codes, last.shared, last.targets) == (first.codes, first.shared, first.targets)

@@ -50,6 +50,9 @@ class Linear:
             product = node.args[0]
             a, b = product.args
             return cls(node, a, b) if rank(a) == 2 else cls(node, b, a)
+        if node.target is aten.unsqueeze.default and _is_dot(node):
+            a, b = node.args[0].args[0].args
+            return cls(node, a.args[0], b.args[0])
         return None
 
     @property
@@ -59,6 +62,8 @@ class Linear:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes that make up the product; all of them go when the site is rewritten."""
+        if self.node.target is aten.unsqueeze.default:
+            return (self.node.args[0].args[0], self.node.args[0], self.node)
         return (self.node.args[0], self.node) if self.is_matvec else (self.node,)
 
     def weight_numel(self) -> int:
@@ -217,6 +222,24 @@ def _is_matvec(node: Node) -> bool:
     if not all(isinstance(a, Node) for a in product.args) or len(product.users) != 1:
         return False
     return sorted(rank(a) for a in product.args) == [1, 2] and rank(product) == 2
+
+
+def _is_dot(node: Node) -> bool:
+    """``unsqueeze(sum(squeeze(h[1, D]) * squeeze(W[D, 1])), 0)``: on CPUs, a product of one row by one column.
+
+    A rank whose shard has one row has this where the others have an mm, and all must decide alike.
+    """
+    total = node.args[0]
+    if total.target is not aten.sum.dim_IntList or list(total.args[1]) != [0] or tuple(total.args[2:]) != (True,):
+        return False
+    product = total.args[0]
+    if product.target is not aten.mul.Tensor or len(total.users) != 1 or len(product.users) != 1:
+        return False
+    factors = [a.args[0] for a in product.args if isinstance(a, Node) and a.target is aten.squeeze.dim]
+    if len(factors) != 2 or any(rank(factor) != 2 for factor in factors) or rank(node) != 2:
+        return False
+    left, right = factors
+    return same(shape(left)[0], 1) and same(shape(right)[1], 1) and same(shape(left)[1], shape(right)[0])
 
 
 def _drop_batch(call: Call, node: Node) -> Node:
