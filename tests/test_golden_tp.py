@@ -414,4 +414,5 @@ def test_a_wrapped_draw_is_seen_and_one_that_is_not_fused_stays_wrapped():
 def test_a_rank_with_one_row_decides_as_the_others(name):
     # 57 ids are eight for each of seven ranks, and one for the last, where Inductor decomposes products of one element.
     first, last = (on_rank(8, rank, trace, name, 57, False).result(timeout=120) for rank in (0, 7))
-    assert (last.codes, last.shared, last.targets) == (first.codes, first.shared, first.targets)
+    assert last.codes == first.codes == []
+    assert last.shared == first.shared
