@@ -6,7 +6,12 @@ import multiprocessing
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+from fs_inductor.recognise import dtensor_random
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(dtensor_random.WRAPPER is None, reason="this torch does not wrap random ops of DTensors"),
+]
 
 
 def _fuse() -> tuple[str, bool]:
