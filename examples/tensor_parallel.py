@@ -85,8 +85,8 @@ def load_model(folder, device: torch.device, recipe: tiny_lm.Recipe):
 def decode_both(decoder: decode.Decoder, temperature: float, seed: int) -> dict[str, torch.Tensor]:
     """Greedy and sampled tokens `[B, tokens]` of compiled steps; `seed` is the same on every rank."""
     torch._dynamo.reset()
-    greedy = torch.compile(decode.greedy_step, backend="flashsampling")
-    sampled = torch.compile(decode.sample_step, backend="flashsampling")
+    greedy = torch.compile(decode.greedy_step, backend="flashsampling", options=decode.OPTIONS)
+    sampled = torch.compile(decode.sample_step, backend="flashsampling", options=decode.OPTIONS)
     tokens = {"greedy": decoder.decode(greedy)}
     torch.manual_seed(seed)
     tokens["sampled"] = decoder.decode(sampled, temperature)
@@ -128,7 +128,9 @@ def main(argv: list[str] | None = None, recipe: tiny_lm.Recipe = tiny_lm.DEFAULT
         verdict = f"all {world} ranks agree" if same else "THE RANKS DISAGREE"
         say(f"{name:8} {verdict}; {compare(tokens, whole[name])}")
 
-    report = fs_inductor.explain(decode.sample_step)(model, decoder.prefill(), decoder.cache, args.temperature)
+    report = fs_inductor.explain(decode.sample_step, options=decode.OPTIONS)(
+        model, decoder.prefill(), decoder.cache, args.temperature
+    )
     say(f"\nwhat was fused in one sampling step\n{report}")
     dist.barrier()
     dist.destroy_process_group()

@@ -22,13 +22,13 @@ def explain(
     """Returns a function that takes ``fn``'s arguments, compiles ``fn``, runs it once, and returns a `Report`.
 
     options: as for ``torch.compile(backend="flashsampling", options=...)``; ``dynamic``: as for ``torch.compile``.
-    Compile caches are left aside, so the report is complete; ``flashsampling.strict`` is ignored, since the report
-    says more. ``fn`` may be compiled already: what it was made from is explained.
+    Compile caches are left aside, so the report is complete; ``flashsampling.strict`` and ``enabled`` are ignored,
+    since the report says more. ``fn`` may be compiled already: what it was made from is explained.
 
     >>> print(fs_inductor.explain(decode_step)(input_ids, cache))
     """
     Options.split(options)  # a bad option is an error here, not at the call
-    relaxed = {**(options or {}), "flashsampling.strict": False}
+    relaxed = {**(options or {}), "flashsampling.strict": False, "flashsampling.enabled": True}
     original = getattr(fn, "_torchdynamo_orig_callable", fn)
     if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
         original = fn._orig_mod

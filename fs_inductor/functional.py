@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -60,7 +59,9 @@ def linear_sample(
     elif generator is not None:
         raise ValueError("pass seed or generator, not both")
     elif not isinstance(seed, Tensor):
-        raise TypeError(f"seed must be an int64 tensor, not {type(seed).__name__}: torch.tensor({seed!r})")
+        raise TypeError(f"seed must be an int64 tensor, not {type(seed).__name__}; write seed=torch.tensor(...)")
+    elif seed.device != hidden.device:
+        raise ValueError(f"seed is on {seed.device}, but hidden is on {hidden.device}")
     elif seed.dim() > 0:
         seed = _per_row("seed", seed, hidden).reshape(-1)
     tokens = torch.ops.flashsampling.sample(
@@ -92,6 +93,8 @@ class _Processing:
 
     def __init__(self, hidden: Tensor, weight: Tensor):
         ops.check_matrices(hidden, weight)
+        for name, x in (("hidden", hidden), ("weight", weight)):
+            _check_strided(name, x)
         self.hidden, self.vocab = hidden, weight.shape[0]
         self.rows = hidden.detach().reshape(-1, hidden.shape[-1])
         self.operands: list[Tensor] = []
@@ -121,6 +124,7 @@ class _Processing:
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
         if x.device != self.hidden.device:
             raise ValueError(f"{name} is on {x.device}, but hidden is on {self.hidden.device}")
+        _check_strided(name, x)
         if not _broadcasts(x.shape, logits):
             raise ValueError(f"{name} of shape {tuple(x.shape)} does not broadcast to the logits {logits}")
         if x.dim() <= 1:
@@ -131,43 +135,46 @@ class _Processing:
         if isinstance(temperature, Tensor):
             if temperature.dtype is torch.bool or temperature.is_complex():
                 raise TypeError(f"temperature must be a real tensor, not {temperature.dtype}")
-            if temperature.device.type == "cpu" and not bool((temperature > 0).all()):
-                bad = temperature[~(temperature > 0)].flatten()[0].item()
-                raise ValueError(f"temperature must be > 0, not {bad}; use linear_argmax for greedy decoding")
-            if temperature.dim() == 0:
-                # A 0-d CPU tensor serves as a number for logits on any device.
-                self.step("div", self.last, self.operand(temperature.to(self.hidden.device)))
-                return
-            if temperature.device != self.hidden.device:
-                raise ValueError(f"temperature is on {temperature.device}, but hidden is on {self.hidden.device}")
-            self.step("div", self.last, self.operand(_per_row("temperature", temperature, self.hidden).reshape(-1, 1)))
+            _check_strided("temperature", temperature)
+            if temperature.device.type == "cpu":
+                good = (temperature > 0) & temperature.isfinite()
+                if not bool(good.all()):
+                    raise _bad_temperature(temperature[~good].flatten()[0].item())
+            if temperature.dim() > 0:
+                if temperature.device != self.hidden.device:
+                    raise ValueError(f"temperature is on {temperature.device}, but hidden is on {self.hidden.device}")
+                temperature = _per_row("temperature", temperature, self.hidden).reshape(-1, 1)
+            # A 0-d CPU tensor serves as a number for logits on any device.
+            divisor = self.operand(temperature.to(self.hidden.device))
+            logits = self.last
+            # Below, logits divided in float32 would overflow; at this temperature the draw is the argmax already.
+            self.step("maximum", divisor, COLDEST)
+            self.step("div", logits, self.last)
             return
-        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-            raise TypeError(f"temperature must be a number or a tensor, not {temperature!r}")
-        if not temperature > 0 or math.isinf(temperature):
-            raise ValueError(
-                f"temperature must be a finite number > 0, not {temperature}; use linear_argmax for greedy decoding"
-            )
-        if temperature != 1:
-            self.step("div", self.last, float(temperature))
+        number = _finite_number("temperature", temperature, "a number or a tensor")
+        if number is None:
+            raise _bad_temperature(temperature)
+        if number != 1:
+            self.step("div", self.last, max(number, COLDEST))
 
 
 def _processing(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, mask: Tensor | None
 ) -> tuple[_Processing, list[Tensor]]:
     program = _Processing(hidden, weight)
+    if isinstance(bias, Tensor) and (bias.dtype is torch.bool or bias.is_complex()):
+        raise TypeError(f"bias has dtype {bias.dtype}; it must be a real number type")
     is_linears_own = isinstance(bias, Tensor) and tuple(bias.shape) == (weight.shape[0],)
     if is_linears_own:
         program.step("add", program.last, program.over_vocab("bias", bias))
     program.round_to(weight.dtype)
     if softcap is not None:
-        if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-            raise TypeError(f"softcap must be a number, not {softcap!r}")
-        if not softcap > 0 or math.isinf(softcap):
+        number = _finite_number("softcap", softcap, "a number")
+        if number is None:
             raise ValueError(f"softcap must be a finite number > 0, not {softcap}")
-        program.step("div", program.last, float(softcap))
+        program.step("div", program.last, number)
         program.step("tanh", program.last)
-        program.step("mul", program.last, float(softcap))
+        program.step("mul", program.last, number)
     if bias is not None and not is_linears_own:
         program.step("add", program.last, program.over_vocab("bias", bias))
     if mask is not None:
@@ -176,6 +183,25 @@ def _processing(
             raise TypeError(f"mask must be a bool tensor (True: never drawn), not {mask.dtype}")
         program.step("where", name, "-inf", program.last)
     return program, program.operands
+
+
+COLDEST = 1e-30
+
+
+def _finite_number(name: str, number: float, kind: str) -> float | None:
+    """``number`` as a float, or None unless it is positive and finite in float32."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} must be {kind}, not {number!r}")
+    return float(number) if 0 < number <= torch.finfo(torch.float32).max else None
+
+
+def _bad_temperature(value: float) -> ValueError:
+    return ValueError(f"temperature must be a finite number > 0, not {value}; use linear_argmax for greedy decoding")
+
+
+def _check_strided(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided or x.is_meta:
+        raise TypeError(f"{name} must be a dense tensor with data, not {x.layout} on {x.device}")
 
 
 def _per_row(name: str, x: Tensor, hidden: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .options import Options
 from .recognise.dtensor_random import rewrap, unwrap
 from .recognise.gather import GatherStep
 from .recognise.miss import Miss
-from .recognise.shapes import shape
+from .recognise.shapes import is_identity, shape
 from .recognise.tails import SINK_TARGETS, Site, recognise
 from .report import Fused, Missed, NotFusedError, Report, location_of
 from .rewrite import erase, rewrite
@@ -55,10 +55,14 @@ class FlashSamplingPass(CustomGraphPass):
         missed += escaped
         fused: list[Fused] = []
         rewritten: list[Site] = []
+        replaced: dict[Node, Node] = {}
         for group in groups:
             try:
-                call = rewrite(graph, group)
-            except Miss as miss:
+                call = rewrite(graph, group, replaced)
+            except Exception as error:
+                if not isinstance(error, Miss):
+                    log.exception("rewriting %s failed", group[0].sink)
+                miss = error if isinstance(error, Miss) else _internal(error)
                 missed += [(site.sink, miss) for site in group]
                 continue
             rewritten += group
@@ -81,8 +85,16 @@ class FlashSamplingPass(CustomGraphPass):
         self.report.graphs += 1
         self.report.fused += fused
         self.report.missed += records
-        if records and self.options.strict:
+        if self.options.strict and any(not self._is_bystander(sink, miss) for sink, miss in missed):
             raise NotFusedError(self.report)
+
+    def _is_bystander(self, sink: Node, miss: Miss) -> bool:
+        """An argmax over something small that no linear computes (a router's, say): no LM head that strict is about."""
+        if miss.code != "NO_LINEAR" or sink.target is aten.multinomial.default:
+            return False
+        sizes = shape(sink.args[0])
+        smallest = self.options.smallest_vocab(sink.args[0].meta["val"].device.type)
+        return all(isinstance(size, int) for size in sizes) and max(sizes, default=1) < smallest
 
 
 # -- anchors ------------------------------------------------------------------------------------------------------
@@ -184,7 +196,11 @@ def _escape(group: list[Site]) -> Miss | None:
         for user in node.users:
             if user not in covered:
                 what = "probabilities" if _is_probability(node) else "logits"
-                where = f"used by {_name(user)} at {location_of(user)}" if user.op == "call_function" else "returned"
+                where = f"used by {_name(user)} at {location_of(user)}"
+                if user.op == "output":
+                    where = "returned"
+                elif is_identity(user) and all(u.op == "output" for u in user.users):
+                    where = "returned, or saved for the backward pass: run under torch.no_grad()"
                 return Miss(
                     "LOGITS_ESCAPE",
                     f"the {what} are also {where}",
@@ -199,8 +215,6 @@ def _not_one_call(group: list[Site]) -> Miss | None:
     rows = {(site.linear_dim, site.path, site.sink_dim) for site in group}
     draws = {(site.program, tuple(site.operands)) for site in group if site.draws}
     greedy = {(site.program, tuple(site.operands)) for site in group if not site.draws}
-    outputs = {site.output for site in group}
-    operands = {operand.node for site in group for operand in site.operands}
     noise = [node for site in group for node in site.noise]
     if len(rows) > 1:
         what = "sample different rows or slices of it"
@@ -208,8 +222,6 @@ def _not_one_call(group: list[Site]) -> Miss | None:
         what = "process its logits differently"
     elif len(noise) != len(set(noise)):
         what = "share one noise tensor, so their draws are not independent"
-    elif len(group) > 1 and operands & _all_users(outputs):
-        what = "depend on each other"
     elif draws and greedy and group[0].gather is not None:
         what = "are both greedy and drawn, which a sharded vocabulary does not support yet"
     else:
@@ -220,17 +232,6 @@ def _not_one_call(group: list[Site]) -> Miss | None:
         "sample once per linear, or give the sinks the same rows, temperature and masks",
         group[0].linear.node,
     )
-
-
-def _all_users(nodes: Iterable[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        for user in stack.pop().users:
-            if user not in seen:
-                seen.add(user)
-                stack.append(user)
-    return seen
 
 
 def _is_probability(node: Node) -> bool:

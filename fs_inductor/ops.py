@@ -69,6 +69,10 @@ def argmax(hidden: Tensor, weight: Tensor, operands: Sequence[Tensor], program: 
 
 
 def _fake_sample(hidden, weight, seed, operands, program, num_samples=1):
+    # A lone meta tensor among real ones ends up here.
+    if seed.device != hidden.device:
+        raise ValueError(f"seed is on {seed.device}, but hidden is on {hidden.device}")
+    _fake_argmax(hidden, weight, operands, program)
     return hidden.new_empty((hidden.shape[0], num_samples), dtype=torch.int64)
 
 
@@ -79,6 +83,9 @@ def _fake_sample_and_argmax(hidden, weight, seed, operands, program, greedy_prog
 
 
 def _fake_argmax(hidden, weight, operands, program):
+    for name, x in (("weight", weight), *((f"operands[{i}]", x) for i, x in enumerate(operands))):
+        if x.device != hidden.device:
+            raise ValueError(f"{name} is on {x.device}, but hidden is on {hidden.device}")
     return hidden.new_empty((hidden.shape[0],), dtype=torch.int64)
 
 
@@ -118,6 +125,8 @@ def check_matrices(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [V, D]")
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden has {hidden.shape[-1]} features, but weight has {weight.shape[1]}: both must be D")
+    if weight.shape[1] < 1:
+        raise ValueError("hidden and weight have no features: D must be at least 1")
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden is {hidden.dtype}, but weight is {weight.dtype}; cast one of them")
     if hidden.device != weight.device:

@@ -25,7 +25,7 @@ class Options:
     enabled: bool = _option(True, "FLASHSAMPLING_ENABLED", "False compiles exactly as backend='inductor' would")
     strict: bool = _option(False, "FLASHSAMPLING_STRICT", "raise NotFusedError when a sink is not fused")
     min_vocab: int | None = _option(
-        None, "FLASHSAMPLING_MIN_VOCAB", "smallest vocabulary to fuse; None: 1024 on GPUs, 4096 on CPUs"
+        None, "FLASHSAMPLING_MIN_VOCAB", "smallest vocabulary to fuse; None: 1024 on GPUs, 50,000 on CPUs"
     )
     tp: bool = _option(True, "FLASHSAMPLING_TP", "fuse LM heads whose vocabulary is sharded over ranks")
 
@@ -33,7 +33,8 @@ class Options:
         """The vocabulary below which a site on ``device_type`` is left alone."""
         if self.min_vocab is not None:
             return self.min_vocab
-        return 4096 if device_type == "cpu" else 1024
+        # Below, the CPU's many small calls a chunk cost more than the logits they save.
+        return 50_000 if device_type == "cpu" else 1024
 
     @classmethod
     def split(cls, options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
@@ -44,10 +45,14 @@ class Options:
             TypeError: a value of the wrong type.
         """
         table = {f.name: f for f in fields(cls)}
+        if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
+            raise TypeError(f"options must be a dict with names as keys, not {options!r}")
+        _check_environment(table)
         ours = {name: _from_environment(f) for name, f in table.items() if f.metadata["variable"] in os.environ}
         rest: dict[str, Any] = {}
         for key, value in (options or {}).items():
             if not key.startswith(PREFIX):
+                _check_not_ours(key, table)
                 rest[key] = value
                 continue
             name = key[len(PREFIX) :]
@@ -56,6 +61,25 @@ class Options:
                 raise ValueError(f"unknown option {key!r}; did you mean {PREFIX + nearest!r}? Options: {_names(table)}")
             ours[name] = _checked(key, table[name].name, value)
         return cls(**ours), rest
+
+
+def _check_not_ours(key: str, table: Mapping[str, Any]) -> None:
+    """Catches our own options without their prefix, or with a misspelt one, before Inductor lists all of its own."""
+    near = difflib.get_close_matches(key, [*table, *(PREFIX + name for name in table)], n=1, cutoff=0.85)
+    if not near:
+        return
+    from torch._inductor import config
+
+    if key.replace("-", "_") not in config.get_config_copy():
+        raise ValueError(f"unknown option {key!r}; did you mean {PREFIX + near[0].removeprefix(PREFIX)!r}?")
+
+
+def _check_environment(table: Mapping[str, Any]) -> None:
+    known = [f.metadata["variable"] for f in table.values()]
+    for variable in os.environ:
+        if variable.startswith("FLASHSAMPLING_") and variable not in known:
+            nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown environment variable {variable}; did you mean {nearest}?")
 
 
 def _names(table: Mapping[str, Any]) -> str:
@@ -77,7 +101,7 @@ def _from_environment(option: Any) -> Any:
     variable = option.metadata["variable"]
     text = os.environ[variable].strip().lower()
     if option.name == "min_vocab":
-        if not text.isdigit():
+        if not (text.isascii() and text.isdigit()):
             raise ValueError(f"{variable} must be a whole number, not {os.environ[variable]!r}")
         return int(text)
     if text not in ("0", "1", "true", "false"):

@@ -90,13 +90,13 @@ class Report:
     def _nothing_found(self) -> str:
         if self.graph_breaks:
             return (
-                "no multinomial, argmax, max or topk reached the compiler: see the graph breaks above, "
-                "and compile with fullgraph=True to have them raised as errors"
+                "no multinomial, argmax, max(dim).indices or topk(1).indices reached the compiler: "
+                "see the graph breaks above, and compile with fullgraph=True to have them raised as errors"
             )
         if self.graphs == 0:
             return "nothing was compiled: pass the uncompiled function that runs the LM head and the sampling"
         return (
-            "no multinomial, argmax, max or topk is in the compiled code: "
+            "no multinomial, argmax, max(dim).indices or topk(1).indices is in the compiled code: "
             "compile a function that includes the LM head and the sampling, not the model's forward alone"
         )
 
@@ -106,7 +106,7 @@ class NotFusedError(ShortenTraceback):
 
     def __init__(self, report: Report):
         # A ShortenTraceback passes through Dynamo and Inductor as it is, where others arrive wrapped.
-        super().__init__(str(report), first_useful_frame=None)
+        super().__init__(f"{report}\n(fs_inductor.explain shows graph breaks too)", first_useful_frame=None)
         self.report = report
 
 

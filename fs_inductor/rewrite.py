@@ -52,9 +52,10 @@ class GraphEditor:
 class SiteBuilder:
     """The tensors of one site's op call: hidden states, weight, operands, and the shape of the result."""
 
-    def __init__(self, editor: GraphEditor, site: Site):
+    def __init__(self, editor: GraphEditor, site: Site, replaced: dict[Node, Node]):
         self.call = editor.call
         self.site = site
+        self.replaced = replaced
         # images[k]: the hidden states after the first k shape ops of the path, D in the vocabulary's place.
         self.images = [site.linear.hidden(site.linear_dim)]
         for step in site.path:
@@ -84,7 +85,9 @@ class SiteBuilder:
         if len(want) == len(have) and all(same(a, b) for a, b in zip(want, have, strict=True)):
             return tokens
         sizes: list[Any] = []
-        if site.sink.target is aten.multinomial.default:
+        if not want:
+            pass  # argmax over everything
+        elif site.sink.target is aten.multinomial.default:
             rows = [0] if rank(self.images[-1]) > 1 else []
             sizes = [size_of(self.call, self.images[-1], d) for d in rows] + [site.draws]
         else:
@@ -119,7 +122,8 @@ class SiteBuilder:
 
     def _operand(self, operand: Operand) -> Node:
         level = len(self.site.path) - len(operand.path)
-        node = self._mask(operand, level) if operand.scatter else operand.node
+        # The token of another head may be an operand here, and that head may have been rewritten already.
+        node = self._mask(operand, level) if operand.scatter else self.replaced.get(operand.node, operand.node)
         device = self.images[0].meta["val"].device
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -138,7 +142,7 @@ class SiteBuilder:
             if len(sizes) > 1:
                 node = self.call(aten.reshape.default, node, [size_of(self.call, node, vocab)])
             return self._slice_vocab(node, 0, operand.path)
-        if operand.path or lead:
+        if operand.path or operand.rank != 2 or lead:
             node = self._expand_rows(node, operand, level)
         for step in operand.path:
             spans_vocab = spans_vocab and not isinstance(step, GatherStep)
@@ -212,21 +216,23 @@ class SiteBuilder:
         return self._false([vocab if d == dim else size_of(self.call, image, d) for d in range(rank(image))])
 
 
-def rewrite(graph: Graph, group: list[Site]) -> Node:
+def rewrite(graph: Graph, group: list[Site], replaced: dict[Node, Node]) -> Node:
     """Replaces the sites of ``group``, which share their linear, by one op call and returns the call.
 
     Draws of one program become the columns of one ``sample``; greedy sinks beside them make it ``sample_and_argmax``.
+    ``replaced`` maps the outputs of sites that have been rewritten to what took their place; ours are added.
 
     Raises:
-        Miss: an operand cannot be built; the graph is as it was.
+        Miss: an operand cannot be built, or the sites depend on each other; the graph is as it was.
     """
+    _check_independent(group)
     ops = torch.ops.flashsampling
     draws = [site for site in group if site.draws]
     greedy = [site for site in group if not site.draws]
     order = {node: i for i, node in enumerate(graph.nodes)}
     editor = GraphEditor(graph, min((site.output for site in group), key=order.__getitem__))
     try:
-        builder = SiteBuilder(editor, group[0])
+        builder = SiteBuilder(editor, group[0], replaced)
         hidden, weight = builder.hidden(), builder.weight()
         program, operands, greedy_program = _merge_programs(draws, greedy)
         tensors = builder.operands(operands)
@@ -250,24 +256,62 @@ def rewrite(graph: Graph, group: list[Site]) -> Node:
             call = drawn = editor.call(ops.sample.default, hidden, weight, seed, tensors, program, total)
         else:
             call = best = editor.call(ops.argmax.default, hidden, weight, tensors, greedy_program)
-        results = [(site, SiteBuilder(editor, site).shape_like_sink(best)) for site in greedy]
+        results = [(site, SiteBuilder(editor, site, replaced).shape_like_sink(best)) for site in greedy]
         first = 0
         for site in draws:
             mine = drawn
             if site.draws != total:
                 mine = editor.call(aten.slice.Tensor, drawn, 1, first, first + site.draws)
+                # Eager's results are tensors of their own, not strided parts of one.
+                mine = editor.call(aten.clone.default, mine, memory_format=torch.contiguous_format)
             first += site.draws
             if site.sink.target is not aten.multinomial.default:
                 mine = editor.call(aten.select.int, mine, 1, 0)
-            results.append((site, SiteBuilder(editor, site).shape_like_sink(mine)))
-    except Miss:
+            results.append((site, SiteBuilder(editor, site, replaced).shape_like_sink(mine)))
+        for site, result in results:
+            _check_like(site.output, result)
+    except Exception:
         editor.undo()
         raise
     for site, result in results:
         site.output.replace_all_uses_with(result)
+        replaced[site.output] = result
     # Operands of a later sink may stand below the place of the first.
     stable_topological_sort(graph)
     return call
+
+
+def _check_independent(group: list[Site]) -> None:
+    """Raise a Miss where one call for all sites would need a token of its own to be computed."""
+    if len(group) == 1:
+        return
+    reached: set[Node] = set()
+    stack = [site.output for site in group]
+    while stack:
+        for user in stack.pop().users:
+            if user not in reached:
+                reached.add(user)
+                stack.append(user)
+    for site in group:
+        inputs = {site.linear.left, site.linear.right}
+        for operand in site.operands:
+            inputs.update(operand.node.all_input_nodes if operand.scatter else [operand.node])
+        outputs = {other.output for other in group}
+        if inputs & (reached | outputs) - site.nodes:
+            raise Miss(
+                "LOGITS_ESCAPE",
+                f"{len(group)} sinks share this linear and depend on each other: one kernel call cannot serve them all",
+                "sample once per linear, or multiply again for the second sample",
+                site.linear.node,
+            )
+
+
+def _check_like(output: Node, result: Node) -> None:
+    """The net under the rewrite: what takes a sink's place must look like it."""
+    want, have = output.meta["val"], result.meta["val"]
+    known = [(a, b) for a, b in zip(want.shape, have.shape, strict=False) if isinstance(a, int) and isinstance(b, int)]
+    if want.dim() != have.dim() or want.dtype != have.dtype or any(a != b for a, b in known):
+        raise AssertionError(f"{result.target} gives {tuple(have.shape)} where the graph has {tuple(want.shape)}")
 
 
 def _merge_programs(draws: list[Site], greedy: list[Site]) -> tuple[str, list[Operand], str]:

@@ -79,7 +79,7 @@ missed  aten.argmax [LOGITS_ESCAPE]
             printed(explain(no_sink, h, W)),
             """\
 flashsampling: 0 fused, 0 missed
-no multinomial, argmax, max or topk is in the compiled code: compile a function that includes the LM head and the sampling, not the model's forward alone""",  # noqa: E501
+no multinomial, argmax, max(dim).indices or topk(1).indices is in the compiled code: compile a function that includes the LM head and the sampling, not the model's forward alone""",  # noqa: E501
         )
 
     def test_too_small_by_default(self):
@@ -89,7 +89,7 @@ no multinomial, argmax, max or topk is in the compiled code: compile a function 
 flashsampling: 0 fused, 1 missed
 missed  aten.multinomial [SMALL_VOCAB]
         at test_explain.py:LINE (step) return (F.linear(h, W) / 0.7).softmax(-1).multinomial(1)
-        why: the vocabulary has 160 entries, fewer than 4096: a fused kernel would not pay
+        why: the vocabulary has 160 entries, fewer than 50000: a fused kernel would not pay
         what to do: set options={'flashsampling.min_vocab': 160} to fuse it all the same""",
         )
 
@@ -231,7 +231,7 @@ def test_error_of_strict_prints_the_report():
     report = explain(step_and_escape, h, W)
     error = NotFusedError(report)
     assert error.report is report
-    assert str(error) == str(report)
+    assert str(error).startswith(str(report))
 
 
 def test_counters_survive():

@@ -235,7 +235,7 @@ def top_k_gather(h, W):
     return ids.gather(1, values.softmax(-1).multinomial(1))
 
 
-@miss("TOP_P", "filters the probabilities", h, W)
+@miss("TOP_P", "sorts or sums along the vocabulary", h, W)
 def top_p(h, W):
     logits = F.linear(h, W)
     ordered, ids = torch.sort(logits, descending=True)

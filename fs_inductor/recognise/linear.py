@@ -168,14 +168,20 @@ _BARRIERS = (
     (
         "TOP_K",
         ("aten.topk", "aten.kthvalue"),
-        "filters the logits before sampling",
+        "picks the largest logits before sampling, as top-k filters do",
         "top-k filtering is not supported yet; drop it, or keep this site unfused",
     ),
     (
         "TOP_P",
         ("aten.sort", "aten.cumsum"),
-        "filters the probabilities before sampling",
+        "sorts or sums along the vocabulary before sampling, as top-p filters do",
         "top-p filtering is not supported yet; drop it, or keep this site unfused",
+    ),
+    (
+        "EPILOGUE_OP",
+        ("aten.scatter", "aten.index_put", "aten.index_add", "aten.scatter_add"),
+        "writes a value of its own into each of some logits, as repetition penalties do",
+        "write it as pointwise work over a [B, V] tensor with torch.where, or keep the site unfused",
     ),
     (
         "QUANTIZED",
@@ -221,7 +227,8 @@ def _is_matvec(node: Node) -> bool:
         return False
     if not all(isinstance(a, Node) for a in product.args) or len(product.users) != 1:
         return False
-    return sorted(rank(a) for a in product.args) == [1, 2] and rank(product) == 2
+    vector, matrix = sorted(product.args, key=rank)
+    return (rank(vector), rank(matrix)) == (1, 2) and same(shape(vector)[0], shape(matrix)[1]) and rank(product) == 2
 
 
 def _is_dot(node: Node) -> bool:

@@ -88,7 +88,7 @@ class Walk(ProgramBuilder):
     def _value(self, node: Node, dim: int, path: Path) -> Value:
         if node.target in FILL_LIKE:
             self.absorb(node)
-            return self.literal(FILL_LIKE[node.target](node), node.meta["val"].dtype)
+            return self.literal(constant_of(node), node.meta["val"].dtype)
         if node.target in CASTS:
             return self._cast(self.value(node.args[0], dim, path), node)
         if node.target is aten.slice_scatter.default and same_shape(node.args[1], node):
@@ -117,12 +117,11 @@ class Walk(ProgramBuilder):
             # A rounding after a peeled constant would round something else than the graph does: it is dropped.
             return inner if self.structure.peels(args[0], dim) else self._cast(inner, node)
         if target in (aten.sub.Tensor, aten.add.Tensor) and node.kwargs.get("alpha", 1) == 1:
-            for x, other in ((args[0], args[1]), (args[1], args[0])):
-                if target is aten.sub.Tensor and x is args[1]:
-                    continue
-                if self.structure.is_row_statistic(other, node, dim) and x in self.dependents:
-                    self.absorb(other)
-                    return self.logit(x, dim, path)
+            shifted = self.structure.shifted(node, dim)
+            if shifted is not None:
+                x, statistic = shifted
+                self.absorb(statistic)
+                return self.logit(x, dim, path)
         if not self.structure.peels(node, dim):
             return self.value(node, dim, path)
         if target in (aten.mul.Tensor, aten.div.Tensor):
@@ -172,9 +171,11 @@ class Walk(ProgramBuilder):
             if node.kwargs.get("alpha", 1) != 1:
                 result = self.emit("mul", result, self.literal(node.kwargs["alpha"]))
             bias = self.operand(node.args[0], rank(node), dim, path)
-            if node.kwargs.get("beta", 1) != 1:
-                bias = self.emit("mul", bias, self.literal(node.kwargs["beta"]))
-            result = self.emit("add", result, bias)
+            beta = node.kwargs.get("beta", 1)
+            if beta not in (0, 1):
+                bias = self.emit("mul", bias, self.literal(beta))
+            if beta != 0:  # eager does not look at the bias then, NaN or not
+                result = self.emit("add", result, bias)
         return self._round(result, node)
 
     def _independent(self, node: Any, dim: int, path: Path) -> Value:
@@ -247,7 +248,7 @@ class Walk(ProgramBuilder):
         return self.structure.known_barrier(arg) or Miss(
             "EPILOGUE_OP",
             f"{node.target} mixes a statistic of the row, computed from its logits by {arg.target}, into the logits",
-            "process each logit by itself: thresholds relative to the row's own maximum, say, are not supported yet",
+            "process each logit by itself: min-p filters and other uses of a row's own maximum are not supported yet",
             node,
         )
 

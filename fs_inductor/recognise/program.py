@@ -156,12 +156,16 @@ def constant_of(node: Any) -> float | bool | None:
         return node if isinstance(node, (int, float)) else None
     if node.target in (aten.lift_fresh_copy.default, aten.clone.default, aten.expand.default):
         return constant_of(node.args[0])
+    fill = None
     if node.target is aten.scalar_tensor.default:
-        return constant_of(node.args[0])
-    if node.target is aten.full.default:
-        return constant_of(node.args[1])
-    if node.target in FILL_LIKE:
-        return constant_of(FILL_LIKE[node.target](node))
+        fill = node.args[0]
+    elif node.target is aten.full.default:
+        fill = node.args[1]
+    elif node.target in FILL_LIKE:
+        fill = FILL_LIKE[node.target](node)
+    if isinstance(fill, (int, float)):
+        with _disable_current_modes():
+            return torch.tensor(fill).to(node.meta["val"].dtype).item()
     if node.op == "get_attr" and node.target.startswith("_tensor_constant"):
         tensor = getattr(node.graph.owning_module, node.target, None)
         is_real = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch._subclasses.FakeTensor)

@@ -13,7 +13,7 @@ from .linear import Linear, barrier_miss
 from .miss import Miss
 from .pointwise import CASTS
 from .program import constant_of
-from .shapes import is_identity, rank, same, shape, step_back
+from .shapes import is_identity, rank, same, same_shape, shape, step_back
 
 aten = torch.ops.aten
 
@@ -48,6 +48,8 @@ class Structure:
         if node.target is aten.exp.default:
             return True
         if node.target is aten.div.Tensor:
+            if not isinstance(node.args[0], Node) or not same_shape(node.args[0], node):
+                return False
             return self.is_positive_row_constant(node.args[1], node, dim) and self.is_weight(node.args[0], dim)
         if node.target is aten.mul.Tensor:
             factor = node.args[1]
@@ -65,6 +67,15 @@ class Structure:
                 stack.extend(node.all_input_nodes)
         miss = barrier_miss(seen)
         return None if miss.code == "NO_LINEAR" else miss
+
+    def shifted(self, node: Node, dim: int) -> tuple[Node, Node] | None:
+        """The logits and the row statistic of a sum or difference, if it is one; None otherwise."""
+        a, b = node.args[:2]
+        for x, other in ((a, b),) if node.target is aten.sub.Tensor else ((a, b), (b, a)):
+            if isinstance(x, Node) and x in self.dependents and same_shape(x, node):
+                if self.is_row_statistic(other, node, dim):
+                    return x, other
+        return None
 
     def scaled(self, node: Node) -> tuple[Any, Any]:
         """The logits and the factor of a product or quotient, whichever comes first."""
@@ -117,12 +128,11 @@ class Structure:
         if step is not None:
             return self.peels(node.args[0], step.dim_in)
         if node.target in (aten.sub.Tensor, aten.add.Tensor):
-            others = node.args[1:] if node.target is aten.sub.Tensor else node.args
-            if any(self.is_row_statistic(other, node, dim) for other in others):
-                return True
-            return False
+            return self.shifted(node, dim) is not None
         if node.target in (aten.mul.Tensor, aten.div.Tensor):
             x, factor = self.scaled(node)
+            if not isinstance(x, Node) or not same_shape(x, node):
+                return False
             return self.is_row_constant(factor, node, dim) and self.peels(x, dim)
         where = self.where_constant(node, -math.inf)
         return where is not None and self.peels(where[1], dim)

@@ -76,7 +76,7 @@ def recognise(sink: Node) -> Site | None:
         if not walk.structure.is_weight(x, dim):
             raise _not_probabilities(x, walk)
         result = walk.log_weight(x, dim, ())
-    elif _draws_noise(x, dependents):
+    elif _draws_noise(x, walk):
         result = _score(walk, x, dim, (), noise_nodes)
         draws = 1
     else:
@@ -116,12 +116,18 @@ def _sink(sink: Node) -> tuple[Node | None, int, int]:
     if sink.target is aten.multinomial.default:
         draws = args.get(1)
         replacement = args.get(2, args.get("replacement", False))
-        if not isinstance(draws, int) or (draws > 1 and not replacement):
+        if not isinstance(draws, int):
             raise Miss(
                 "NUM_SAMPLES",
-                f"multinomial draws {draws if isinstance(draws, int) else 'a varying number of'} samples"
-                " without replacement" * (not replacement),
-                "draw a fixed number of samples with replacement=True, or one sample",
+                "the number of samples is symbolic: it is not known at compile time",
+                "draw a fixed number of samples",
+                sink,
+            )
+        if draws > 1 and not replacement:
+            raise Miss(
+                "NUM_SAMPLES",
+                f"multinomial draws {draws} samples without replacement",
+                "draw with replacement=True, or draw one sample",
                 sink,
             )
         return sink, rank(x) - 1, draws
@@ -173,9 +179,9 @@ def _not_probabilities(node: Any, walk: Walk) -> Miss:
 # -- draws spelled as an argmax over noise ------------------------------------------------------------------------
 
 
-def _draws_noise(x: Node, dependents: set[Node]) -> bool:
+def _draws_noise(x: Node, walk: Walk) -> bool:
     """Whether random numbers enter between the linear and the argmax."""
-    stack, seen = [x], set()
+    stack, seen = [x], set(walk.linear.nodes)
     while stack:
         node = stack.pop()
         if node in seen:
@@ -184,7 +190,7 @@ def _draws_noise(x: Node, dependents: set[Node]) -> bool:
         if noise.is_random(node):
             return True
         # Outside the logits' own chain, only follow what noise is made of.
-        if node in dependents or node.target in PASSABLE or noise.is_dense_view(node):
+        if node in walk.dependents or node.target in PASSABLE or noise.is_dense_view(node):
             stack.extend(node.all_input_nodes)
     return False
 
@@ -219,7 +225,8 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
                 mask = walk.argument(args[0], node, dim, path)
                 mask = walk.emit("logical_not", mask) if negated else mask
                 return walk.emit("where", mask, -math.inf, _score(walk, other, dim, path, used))
-    if target is aten.div.Tensor and walk.structure.is_weight(args[0], dim):
+    whole = isinstance(args[0], Node) and same_shape(args[0], node)
+    if target is aten.div.Tensor and whole and walk.structure.is_weight(args[0], dim):
         candidate, power, raised = _temperature(walk, args[1], POWERS, node, dim)
         made_of = noise.exponential(candidate)
         if made_of is not None and _is_fresh(args[1], node, [*raised, *made_of], used):

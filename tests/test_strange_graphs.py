@@ -1,0 +1,125 @@
+"""Graphs that once were rewritten wrongly: each is right now, or left alone."""
+
+import math
+
+import pytest
+import torch
+from support import assert_fused, run_pass
+from torch.nn import functional as F
+
+B, V, D = 4, 160, 16
+torch.manual_seed(0)
+h, h2, h3 = torch.randn(B, D), torch.randn(B, D), torch.randn(B, 5, D)
+W, W2 = torch.randn(V, D), torch.randn(V, D)
+TABLE = torch.randn(V, V)
+
+
+def token_feeds_another_head(h, W, h2, W2):
+    token = (h @ W.t()).argmax(-1, keepdim=True)
+    logits = (h2 @ W2.t()) * 0 + torch.arange(V)
+    return token, torch.where(logits == token, math.inf, logits * 0).argmax(-1, keepdim=True)
+
+
+def argmax_of_everything(h, W):
+    return (h[:1] @ W.t()).argmax()
+
+
+def operand_of_some_rows(h3, W, t):
+    return (F.linear(h3, W) / t).argmax(-1)
+
+
+def mask_of_some_rows(h3, W, mask):
+    return F.linear(h3, W).masked_fill(mask, -math.inf).argmax(-1)
+
+
+def noisy_hidden(h, W):
+    return (F.dropout(h, 0.0) @ W.t()).argmax(-1)
+
+
+def integer_constant(h, W):
+    return (h @ W.t() * torch.full((V,), 3.7, dtype=torch.int64)).argmax(-1)
+
+
+RIGHT = [
+    (token_feeds_another_head, (h, W, h2, W2), 2),
+    (argmax_of_everything, (h, W), 1),
+    (operand_of_some_rows, (h3, W, torch.rand(B, 1, 1) + 0.1), 1),
+    (operand_of_some_rows, (h3, W, torch.rand(1, 5, 1) + 0.1), 1),
+    (mask_of_some_rows, (h3, W, torch.rand(B, 1, V) > 0.5), 1),
+    (noisy_hidden, (h, W), 1),
+    (integer_constant, (h, W), 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "fused"), RIGHT, ids=[f"{fn.__name__}-{i}" for i, (fn, _, _) in enumerate(RIGHT)]
+)
+def test_greedy_tokens_are_eagers(fn, args, fused):
+    rewritten = run_pass(fn, args)
+    assert_fused(rewritten, fused)
+    got, want = rewritten.result, fn(*args)
+    got = got if isinstance(got, tuple | list) else (got,)
+    want = want if isinstance(want, tuple) else (want,)
+    assert len(got) == len(want)
+    for ours, eager in zip(got, want, strict=True):
+        assert ours.shape == eager.shape and ours.dtype == eager.dtype and ours.equal(eager)
+
+
+def probabilities_of_one_row(h, W):
+    return ((h[:1] @ W.t()).softmax(-1) / torch.empty(6, V).exponential_(1)).argmax(-1)
+
+
+def statistic_of_more_rows(h, W):
+    logits = h @ W.t()
+    return (logits[:1] - logits.amax(-1, keepdim=True)).argmax(-1)
+
+
+def sum_of_more_rows(h, W):
+    weights = (h @ W.t()).exp()
+    return torch.multinomial(weights[:1] / weights.sum(-1, keepdim=True), 1)
+
+
+def factor_of_more_rows(h, W, s):
+    return (F.log_softmax(h[:1] @ W.t(), -1) * s).argmax(-1)
+
+
+def no_matrix_product(x, s):
+    return (x * s).sum(1).argmax(0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "code"),
+    [
+        (probabilities_of_one_row, (h, W), "NOISE"),
+        (statistic_of_more_rows, (h, W), "LAYOUT"),
+        (sum_of_more_rows, (h, W), "EPILOGUE_OP"),
+        (factor_of_more_rows, (h, W, torch.rand(B, 1)), "LAYOUT"),
+        (no_matrix_product, (torch.randn(V, D), torch.randn(1)), "NO_LINEAR"),
+    ],
+)
+def test_left_alone(fn, args, code):
+    report = run_pass(fn, args).report
+    assert not report.fused and [miss.code for miss in report.missed] == [code]
+
+
+def test_heads_that_wait_for_each_other():
+    """One call for each head would need the other's token first."""
+
+    def crossed(h, W, h2, W2):
+        a, b = h @ W.t(), h2 @ W2.t()
+        a1, b1 = a.argmax(-1), b.argmax(-1)
+        a2 = torch.multinomial((a + TABLE[b1]).softmax(-1), 1)
+        b2 = torch.multinomial((b + TABLE[a1]).softmax(-1), 1)
+        return a1, b1, a2, b2
+
+    report = run_pass(crossed, (h, W, h2, W2)).report
+    assert len(report.fused) == 2 and {miss.code for miss in report.missed} == {"LOGITS_ESCAPE"}
+
+
+def test_two_draws_are_tensors_of_their_own():
+    def two(h, W):
+        p = (h @ W.t()).softmax(-1)
+        return torch.multinomial(p, 1), torch.multinomial(p, 3, replacement=True)
+
+    one, three = run_pass(two, (h, W)).result
+    assert one.stride() == (1, 1) and three.stride() == (3, 1)
