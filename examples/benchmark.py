@@ -181,7 +181,7 @@ def ceilings(on_gpu: bool) -> dict[str, float]:
     """Bytes/s of a large device copy (read + written) and flop/s of a large bf16 product, measured."""
     if not on_gpu:
         return {}
-    source = torch.empty(2**31, dtype=torch.int8, device="cuda")
+    source = torch.empty(2**29, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     times = measure({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, 10, True)
