@@ -42,7 +42,9 @@ def categorical(h, W, m):
 
 
 def compiled(fn, **options):
-    options = {"flashsampling.strict": True} | {f"flashsampling.{k}": v for k, v in options.items()}
+    options = {"flashsampling.strict": True, "flashsampling.min_vocab": 0} | {
+        f"flashsampling.{k}": v for k, v in options.items()
+    }
     torch._dynamo.reset()
     return torch.compile(fn, backend="flashsampling", options=options, fullgraph=True)
 
