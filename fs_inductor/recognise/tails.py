@@ -54,10 +54,6 @@ class Site:
     noise: set[Node]
     gather: GatherStep | None
 
-    @property
-    def op(self) -> str:
-        return "sample" if self.draws else "argmax"
-
 
 def recognise(sink: Node) -> Site | None:
     """The site behind ``sink``; None if it is no sink after all (a `max` or `topk` used for its values).
