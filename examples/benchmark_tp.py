@@ -30,6 +30,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch
 import torch.distributed as dist
 from benchmark import DTYPES, TEMPERATURE, environment
+from tile_fan_out import tile_fan_out
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -124,7 +125,7 @@ def variants(ranks: Ranks, head: Head, hidden: torch.Tensor, whole: torch.Tensor
     table: dict[str, Callable[[], Call | None]] = {
         OP: lambda: lambda: ops.sample_sharded(hidden, shard, seed, *rest, vocab, capacity, ranks.name),
         COMPILED: lambda: compiled("flashsampling", head, hidden),
-        FAN_OUT: lambda: fan_out(ranks, hidden, shard, seed, rest, vocab, capacity),
+        FAN_OUT: lambda: tile_fan_out(ranks.rank, ranks.world, hidden, shard, seed, rest, vocab, capacity),
         GATHER: lambda: compiled("inductor", head, hidden),
         ONE_RANK: lambda: None if whole is None else lambda: ops.sample(hidden, whole, seed, *rest),
     }
@@ -138,54 +139,6 @@ def compiled(backend: str, head: Head, hidden: torch.Tensor) -> Call:
     fn = torch.compile(draw_gathered, backend=backend, options=options, dynamic=False)
     fn(head, hidden)
     return lambda: fn(head, hidden)
-
-
-def fan_out(ranks: Ranks, hidden, shard, seed, rest, vocab: int, capacity: int) -> Call:
-    """What it costs to send every tile's candidate to every rank, and to reduce them there.
-
-    An emulation: the local kernel is the fused one, whose winner of a row stands in for all of the row's tiles. The
-    traffic is true but for its size, 8 bytes a row and tile instead of 12: an all-gather of [tiles, B] words, then a
-    kernel that takes the largest. The tokens are those of the fused op.
-    """
-    from fs_inductor.kernels import exchange, reference
-
-    start = min(ranks.rank * capacity, vocab)
-    tile = 128
-    if hidden.is_cuda:
-        from fs_inductor.kernels import gemm_sample, tiles
-
-        device = tiles.device_info(hidden.device)
-        tile = tiles.pick(device.arch, hidden.dtype, hidden.shape[0], capacity, hidden.shape[1]).block_v
-    count = -(-capacity // tile)  # the same on all ranks
-    rows = hidden.shape[0]
-    everyone = torch.empty(ranks.world * count, rows, dtype=torch.int64, device=hidden.device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
-
-    def local() -> torch.Tensor:
-        if len(shard) == 0:
-            return torch.full((rows, 1), exchange.NOTHING, device=hidden.device)
-        if hidden.is_cuda:
-            return gemm_sample.sample(hidden, shard, seed, *rest, start, exchange="words")
-        return exchange.pack(*reference.winners(hidden, shard, seed, *rest, start))
-
-    def reduce(words: torch.Tensor) -> torch.Tensor:
-        return exchange.unpack(words.amax(0))[:, None]
-
-    if hidden.is_cuda:
-        reduce = torch.compile(reduce, dynamic=False)  # one kernel
-
-    def call() -> torch.Tensor:
-        mine = local().t().expand(count, -1).contiguous()
-        if ranks.share_gpu:  # gloo gathers on the CPU
-            box = everyone.cpu()
-            gather(box, mine.cpu())
-            everyone.copy_(box)
-        else:
-            gather(everyone, mine)
-        return reduce(everyone)
-
-    call()
-    return call
 
 
 # -- timing -------------------------------------------------------------------------------------------------------

@@ -175,9 +175,10 @@ def _run_graphs(rank, world):
     weight = _case(vocab, 32, device)[1]
     mine, rest = _shard(weight, rank, capacity), _rest(vocab, capacity)
     seed = torch.zeros((), dtype=torch.int64, device=device)
-    graphs, outs = [], []
+    graphs, outs, inputs = [], [], []
     for batch in (4, 32):
         hidden, _, operands = _case(vocab, batch, device)
+        inputs.append((hidden, operands))  # a graph reads them where they are, and does not keep them
 
         def step(hidden=hidden, operands=operands):
             drawn = OPS.sample_sharded(hidden, mine, seed, operands, BIAS, 1, *rest)
@@ -218,6 +219,49 @@ def test_graph_replays(world):
     assert torch.equal(results["tokens"], torch.cat(expected).cpu())
 
 
+def _run_reduce_overhead(rank, world):
+    """A step that gathers its logits explicitly, and the same step on one rank; both in mode "reduce-overhead"."""
+    import torch.distributed._functional_collectives as collectives
+    from torch.nn import functional as F
+
+    import fs_inductor.backend  # noqa: F401 - registers the backend
+
+    os.environ |= {"FLASHSAMPLING_MIN_VOCAB": "0", "FLASHSAMPLING_STRICT": "1"}
+    device = _start()
+    vocab = 1280 * world
+    hidden, weight, _ = _case(vocab, 16, device)
+    shard = _shard(weight, rank, 1280).clone()
+
+    def draw(logits):
+        return torch.multinomial(torch.softmax(logits.float() / 0.7, -1), 1)
+
+    def sharded(hidden):
+        return draw(collectives.all_gather_tensor(F.linear(hidden, shard), 1, dist.group.WORLD))
+
+    def whole(hidden):
+        return draw(F.linear(hidden, weight))
+
+    steps = [torch.compile(fn, backend="flashsampling", mode="reduce-overhead") for fn in (sharded, whole)]
+    tokens = []
+    for i in range(STEPS):
+        row = []
+        for step in steps:
+            torch.manual_seed(i)
+            torch.compiler.cudagraph_mark_step_begin()
+            row.append(step(hidden).clone())
+        tokens.append(torch.stack(row))
+    torch.cuda.synchronize()
+    exchange.check()
+    return _cpu({"tokens": torch.stack(tokens)})
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce_overhead(world):
+    tokens = _agreed(run_ranks(_run_reduce_overhead, world, seconds=500, group_seconds=120))["tokens"]
+    assert torch.equal(tokens[:, 0], tokens[:, 1])
+    assert len(tokens[:, 0].unique()) > 50
+
+
 # --- cost ------------------------------------------------------------------------------------------
 
 
@@ -235,6 +279,8 @@ def _run_profile(rank, world):
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     block = exchange.group(rest[2])._memory[device].blocks[0]
     before = block.words.clone()
+    torch.cuda.synchronize()
+    dist.barrier()  # a peer that is a step ahead would have written before we look
     OPS.sample_sharded(*args, *rest)
     torch.cuda.synchronize()
     return kernels, int((block.words != before).sum())
