@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +64,8 @@ def run_ranks(function: Callable, world: int, *args: Any, seconds: float = 60, g
                 try:
                     failure, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    raise RankError(f"rank {rank} of {world} died") from None
+                    last_words = (Path(folder) / f"rank{rank}").read_text()
+                    raise RankError(f"rank {rank} of {world} died\n{last_words}") from None
                 if failure:
                     raise RankError(f"rank {rank} of {world} raised\n{failure}")
         return [results[rank] for rank in range(world)]
@@ -77,6 +80,7 @@ def _end(process) -> None:
 
 def _rank_main(sender: Connection, function, rank: int, world: int, folder: str, group_seconds: float, args) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable(open(f"{folder}/rank{rank}", "w"))  # noqa: SIM115 - open as long as the process lives
     try:
         dist.init_process_group(
             "gloo",

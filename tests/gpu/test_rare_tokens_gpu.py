@@ -59,9 +59,8 @@ def test_rare_tokens_come_at_their_rate(inside, heads, nats):
     expected = weights / weights.sum() * draws
     tail = ~mask
     tail[at] = False
-    print(
-        f"{draws} draws, {nats} nats, {heads} heads: tail {int(counts[tail].sum())}, expected {expected[tail].sum():.1f}"
-    )
+    found = int(counts[tail].sum())
+    print(f"{draws} draws, {nats} nats, {heads} heads: tail {found}, expected {expected[tail].sum():.1f}")
     # Five standard deviations: of tails, of each of two heads, and of the half of a tail behind the first head.
     halves = [tail & (torch.arange(len(logits)) > at[0]), tail, tail & (torch.arange(len(logits)) > at[-1])]
     for part in halves:
