@@ -43,7 +43,8 @@ GRAPH_CALLS = 10  # each takes memory for its exchange, so a run is several repl
 OP, COMPILED = "op: sample_sharded", "compiled: fused"
 FAN_OUT = "fan-out of every tile (emulated)"
 GATHER, ONE_RANK = "inductor: all-gather+softmax+multinomial", "op: sample, one rank"
-NAMES = (OP, COMPILED, FAN_OUT, GATHER, ONE_RANK)
+SHARD = "op: sample, one shard, no exchange"
+NAMES = (OP, COMPILED, FAN_OUT, GATHER, ONE_RANK, SHARD)
 
 Call = Callable[[], torch.Tensor]
 
@@ -127,6 +128,7 @@ def variants(ranks: Ranks, head: Head, hidden: torch.Tensor, whole: torch.Tensor
         COMPILED: lambda: compiled("flashsampling", head, hidden),
         FAN_OUT: lambda: tile_fan_out(ranks.rank, ranks.world, hidden, shard, seed, rest, vocab, capacity),
         GATHER: lambda: compiled("inductor", head, hidden),
+        SHARD: lambda: lambda: ops.sample(hidden, shard, seed, *rest) if len(shard) else None,
         ONE_RANK: lambda: None if whole is None else lambda: ops.sample(hidden, whole, seed, *rest),
     }
     if ranks.share_gpu:

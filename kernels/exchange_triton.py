@@ -20,8 +20,9 @@ Why that is enough, without flags, fences or barriers:
   exchanges two in a row, one of each parity, send all slots, used or not. Memory starts as zeros, epochs at 1.
 - A slot has one writer, whose launches are ordered by their stream, or by the graph they are part of.
 
-All accesses to slots are relaxed and of system scope: exchanges for writing, and for reading volatile loads, which PTX
-defines to be relaxed loads of system scope. A plain store here would be a data race.
+All accesses to slots are relaxed and of system scope: for reading volatile loads, which PTX defines to be relaxed loads
+of system scope, and for writing relaxed stores, both words of a row at once: a vector is as many single accesses, in no
+order. A plain store here would be a data race. (Atomic exchanges would do too, but travel one by one, and answer.)
 """
 
 from __future__ import annotations
@@ -56,12 +57,31 @@ if triton.knobs.runtime.interpret:
         time.sleep(2e-4)
         return time.monotonic_ns()
 
+    @triton.jit
+    def _send(slots, score, index, mask):
+        """Store the words of winners in slots, addresses of two words each."""
+        slots = slots.to(tl.pointer_type(tl.uint64))
+        tl.atomic_xchg(slots, score, mask=mask, sem="relaxed", scope="sys")
+        tl.atomic_xchg(slots + 1, index, mask=mask, sem="relaxed", scope="sys")
+
 else:
 
     @triton.jit
     def _now():
         """Nanoseconds, of a clock that all multiprocessors share."""
         return globaltimer()
+
+    @triton.jit
+    def _send(slots, score, index, mask):
+        """Store the words of winners in slots, addresses of two words each."""
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $4, 0; mov.b32 $0, 0; @p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; }",
+            "=r,l,l,l,r",
+            [slots, score, index, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -108,12 +128,8 @@ def exchange_winners(best, out, count, block, channel, capacity, WORLD: tl.const
         rows = start + tl.arange(0, ROWS).to(tl.int64)
         word = tl.load(best + rows, mask=rows < count, other=0, volatile=True)
         slots = peer_slots[:, None] + 16 * ((first + rank) * capacity + rows)[None, :]
-        slots = slots.to(tl.pointer_type(tl.uint64))
         mask = (ranks < receivers)[:, None] & (rows < to_send)[None, :]
-        score = (stamp | (word >> 32))[None, :]
-        index = (stamp | (word & _LOW))[None, :]
-        tl.atomic_xchg(slots, score, mask=mask, sem="relaxed", scope="sys")
-        tl.atomic_xchg(slots + 1, index, mask=mask, sem="relaxed", scope="sys")
+        _send(slots, (stamp | (word >> 32))[None, :], (stamp | (word & _LOW))[None, :], mask)
 
     tl.debug_barrier()  # all threads have read their winners, which are zeroed below
     deadline = _now() + tl.where(working, tl.load(block + _TIMEOUT), 0)
