@@ -22,7 +22,10 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Case:
-    """One spelling. kind: greedy, draw, or mixed (both from one linear); fused: how many sinks it has."""
+    """One spelling. idiom: its number in the catalogue, which the table in README.md lists by.
+
+    kind: greedy, draw, or mixed (both from one linear); fused: how many sinks it has.
+    """
 
     name: str
     idiom: int
@@ -301,6 +304,28 @@ def gumbel_f64(h, W):
 def gumbel_scaled_after(h, W):
     logits = F.linear(h, W) / 0.7
     return ((logits + -torch.log(-torch.log(torch.rand_like(logits)))) / 2.0).argmax(-1)
+
+
+# -- 6: the temperature on the noise --------------------------------------------------------------------------------
+
+
+@draw(6, h3, W, 0.7, logits=lambda h, W, T: lin(h, W) / T)
+def noise_to_the_power(h, W, T):
+    logits = F.linear(h, W).to(torch.float64)
+    noise = torch.rand_like(logits, dtype=torch.float64)
+    return (logits.exp() / (-torch.log(noise)) ** T).argmax(-1)
+
+
+@draw(6, h, W, T, logits=lambda h, W, T: lin(h, W) / T.double())
+def noise_to_the_power_per_row(h, W, T):
+    logits = F.linear(h, W)
+    return (logits.exp() / torch.empty_like(logits).exponential_() ** T).argmax(-1)
+
+
+@draw(6, h, W, logits=lambda h, W: lin(h, W) / 0.7)
+def noise_scaled(h, W):
+    logits = F.linear(h, W)
+    return (logits - 0.7 * torch.log(-torch.log(torch.rand_like(logits)))).argmax(-1)
 
 
 # -- 7, 8: Categorical, log-softmax ---------------------------------------------------------------------------------

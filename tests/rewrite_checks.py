@@ -8,6 +8,10 @@ import torch
 from idiom_cases import Case
 from support import assert_fused, fresh, run_pass
 
+from fs_inductor.options import Options
+
+STRICT = Options(min_vocab=0, strict=True)
+
 # Logits of the cases are below 64 in magnitude and pass at most four inexact float32 steps.
 RELATIVE_ERROR = 4 * 64 * 2.0**-24 * 4
 
@@ -35,7 +39,7 @@ def check_rewritten_call(case: Case, device: str) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         eager = case.fn(*fresh(args))
-    rewritten = run_pass(case.fn, args)
+    rewritten = run_pass(case.fn, args, options=STRICT)
     assert_fused(rewritten, case.fused)
     assert len(rewritten.calls) == 1
     call, tokens = rewritten.calls[0], rewritten.result

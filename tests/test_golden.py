@@ -289,6 +289,32 @@ sample(hidden f32[B, 16], weight f32[160, 16], seed i64[])
   program: x0 = div(acc, 0.7)""",
         )
 
+    # -- 6: the temperature on the noise -----------------------------------------------------------------------------
+
+    def test_noise_to_the_power(self):
+        self.golden(
+            CASES["noise_to_the_power"],
+            """\
+sample(hidden f32[5*B, 16], weight f32[160, 16], seed i64[])
+  program: x0 = div(acc, 0.7)""",
+        )
+
+    def test_noise_to_the_power_per_row(self):
+        self.golden(
+            CASES["noise_to_the_power_per_row"],
+            """\
+sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[B, 1]])
+  program: x0 = maximum(a0, 1e-30); x1 = div(acc, x0)""",
+        )
+
+    def test_noise_scaled(self):
+        self.golden(
+            CASES["noise_scaled"],
+            """\
+sample(hidden f32[B, 16], weight f32[160, 16], seed i64[])
+  program: x0 = div(acc, 0.7)""",
+        )
+
     # -- 7: Categorical ----------------------------------------------------------------------------------------------
 
     def test_categorical_logits(self):

@@ -123,23 +123,3 @@ def test_two_draws_are_tensors_of_their_own():
 
     one, three = run_pass(two, (h, W)).result
     assert one.stride() == (1, 1) and three.stride() == (3, 1)
-
-
-def race_with_a_power(h, W):
-    logits = F.linear(h, W).double()
-    return (logits.exp() / (-torch.log(torch.rand_like(logits))) ** 0.7).argmax(-1)
-
-
-def scaled_gumbel(h, W):
-    logits = F.linear(h, W)
-    return (logits - 0.7 * torch.log(-torch.log(torch.rand_like(logits)))).argmax(-1)
-
-
-@pytest.mark.parametrize("fn", [race_with_a_power, scaled_gumbel])
-def test_temperature_on_the_noise(fn):
-    """``argmax(l + T * G)`` draws from ``softmax(l / T)``."""
-    rewritten = run_pass(fn, (h, W))
-    assert_fused(rewritten, 1)
-    assert [(record.op, record.epilogue) for record in rewritten.report.fused] == [
-        ("flashsampling.sample", "x0 = div(acc, 0.7)")
-    ]

@@ -1,0 +1,345 @@
+"""Spellings that are not fused, and near misses of those that are: the code each must get, and who is to blame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from idiom_cases import T, W, exact, h, h3, mask
+from support import BATCH, FEATURES, VOCAB
+from torch.nn import functional as F
+
+INF = math.inf
+
+
+@dataclass(frozen=True)
+class MissCase:
+    """One function whose sinks are left alone.
+
+    idiom: the spelling of the catalogue it is, counted as in `idiom_cases`; None for a near miss that nobody writes.
+    codes: the miss code of each sink. culprit: part of the first reason.
+    """
+
+    name: str
+    idiom: int | None
+    fn: Callable
+    args: tuple
+    codes: list[str]
+    culprit: str
+
+
+MISSES: dict[str, MissCase] = {}
+
+
+def miss(codes: str, culprit: str, *args, idiom: int | None = None) -> Callable:
+    """Registers a function whose sinks are misses with ``codes``; the first reason must contain ``culprit``."""
+
+    def register(fn: Callable) -> Callable:
+        assert fn.__name__ not in MISSES
+        MISSES[fn.__name__] = MissCase(fn.__name__, idiom, fn, args, codes.split(), culprit)
+        return fn
+
+    return register
+
+
+def gumbel_like(x):
+    return -torch.log(-torch.log(torch.rand_like(x)))
+
+
+# -- noise that is nearly right -----------------------------------------------------------------------------------
+
+
+@miss("NOISE", "aten.sub.Tensor", h, W)
+def gumbel_of_wrong_sign(h, W):
+    logits = F.linear(h, W)
+    return (logits - gumbel_like(logits)).argmax(-1)
+
+
+@miss("NOISE", "aten.add.Tensor", h, W)
+def uneven_gumbel(h, W):
+    logits = F.linear(h, W)
+    return (logits + torch.linspace(0.5, 1.5, logits.shape[-1]) * gumbel_like(logits)).argmax(-1)
+
+
+@miss("NOISE", "aten.add.Tensor", h, W)
+def uniform_noise(h, W):
+    logits = F.linear(h, W)
+    return (logits + torch.rand_like(logits)).argmax(-1)
+
+
+@miss("NOISE", "aten.add.Tensor", h, W)
+def normal_noise(h, W):
+    logits = F.linear(h, W)
+    return (logits + torch.randn_like(logits)).argmax(-1)
+
+
+@miss("NOISE", "aten.div.Tensor", h, W)
+def race_of_logits(h, W):
+    logits = F.linear(h, W)
+    return (logits / torch.empty_like(logits).exponential_()).argmax(-1)
+
+
+@miss("NOISE", "broadcast", h, W)
+def noise_shared_by_rows(h, W):
+    logits = F.linear(h, W)
+    return (logits + gumbel_like(logits[0])).argmax(-1)
+
+
+@miss("NOISE", "broadcast", h, W)
+def noise_shared_by_columns(h, W):
+    logits = F.linear(h, W)
+    return (logits + gumbel_like(logits[:, :1])).argmax(-1)
+
+
+@miss("NOISE NOISE", "a second time", h, W)
+def noise_used_twice(h, W):
+    logits = F.linear(h, W)
+    noise = gumbel_like(logits)
+    return (logits + noise).argmax(-1), (2 * logits + noise).argmax(-1)
+
+
+@miss("NOISE", "a second time", h, W)
+def noise_returned(h, W):
+    logits = F.linear(h, W)
+    noise = gumbel_like(logits)
+    return (logits + noise).argmax(-1), noise
+
+
+@miss("NOISE", "reads the noise", h, W)
+def noise_in_the_mask(h, W):
+    logits = F.linear(h, W)
+    scores = logits + gumbel_like(logits)
+    return torch.where(scores > 3, -INF, scores).argmax(-1)
+
+
+@miss("NOISE", "aten.expand", h, W)
+def noise_expanded(h, W):
+    logits = F.linear(h, W)[:1]
+    return (logits + gumbel_like(logits)).expand(3, -1).argmax(-1)
+
+
+@miss("NOISE", "aten.index", h, W)
+def noise_of_repeated_rows(h, W):
+    logits = F.linear(h, W)
+    return (logits + gumbel_like(logits))[[0, 0, 1]].argmax(-1)
+
+
+@miss("NOISE", "aten.div.Tensor", h, W)
+def race_with_a_wide_guard(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return (p / torch.empty_like(p).exponential_(1).clamp_min(1e-4)).argmax(-1)
+
+
+@miss("NOISE", "aten.div.Tensor", h, W)
+def race_cut_off_at_one(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return (p / torch.empty_like(p).exponential_(1).clamp(1e-10, 1.0)).argmax(-1)
+
+
+@miss("NOISE", "aten.sub.Tensor", h, W)
+def gumbel_with_a_wide_guard(h, W):
+    logits = F.linear(h, W)
+    u = torch.rand_like(logits).clamp(1e-3, 1 - 1e-3)
+    return (logits - torch.log(-torch.log(u))).argmax(-1)
+
+
+@miss("NOISE", "aten.sub.Tensor", h, W)
+def gumbel_with_a_wide_eps(h, W):
+    logits = F.linear(h, W)
+    return (logits - torch.log(-torch.log(torch.rand_like(logits) + 1e-5))).argmax(-1)
+
+
+@miss("NOISE", "aten.mul.Tensor", h, W)
+def dropout(h, W):
+    return F.dropout(F.linear(h, W), 0.5).argmax(-1)
+
+
+@miss("LOGITS_ESCAPE LOGITS_ESCAPE", "share one noise tensor", h, W)
+def one_noise_for_two_sinks(h, W):
+    logits = F.linear(h, W)
+    scores = logits + gumbel_like(logits)
+    return scores.argmax(-1), scores.max(-1).indices
+
+
+# -- softmaxes that are nearly right ------------------------------------------------------------------------------
+
+
+@miss("EPILOGUE_OP", "aten.div.Tensor", h, W)
+def softmax_over_rows(h, W):
+    return F.linear(h, W).softmax(0).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "softmax", h3, W)
+def softmax_over_positions(h, W):
+    return F.linear(h, W).softmax(1)[:, -1].multinomial(1)
+
+
+@miss("EPILOGUE_OP", "aten.div.Tensor", h, W, T)
+def normaliser_from_elsewhere(h, W, total):
+    logits = F.linear(h, W)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    return (weights / total).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "aten.neg.default", h, W)
+def negative_normaliser(h, W):
+    weights = F.linear(h, W).exp()
+    return (weights / -weights.sum(-1, keepdim=True)).argmax(-1)
+
+
+@miss("EPILOGUE_OP", "aten.relu.default", h, W)
+def weights_without_softmax(h, W):
+    return F.linear(h, W).relu().multinomial(1)
+
+
+@miss("EPILOGUE_OP", "aten.pow", h, W)
+def probabilities_squared(h, W):
+    return F.linear(h, W).softmax(-1).square().multinomial(1)
+
+
+@miss("EPILOGUE_OP", "aten.mul.Tensor", h, W, mask)
+def probabilities_times_mask(h, W, m):
+    return (F.linear(h, W).softmax(-1) * m).multinomial(1)
+
+
+# -- processing that looks at the whole row -------------------------------------------------------------------------
+
+
+@miss("EPILOGUE_OP", "statistic of the row", h, W, idiom=23)
+def min_p(h, W):
+    logits = F.linear(h, W)
+    p = logits.softmax(-1)
+    logits = logits.masked_fill(p < 0.1 * p.max(-1, keepdim=True).values, -INF)
+    return logits.softmax(-1).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "aten.div.Tensor", h, W)
+def scaled_by_own_deviation(h, W):
+    logits = F.linear(h, W)
+    return (logits / logits.std(-1, keepdim=True)).softmax(-1).multinomial(1)
+
+
+@miss("TOP_K", "aten.topk", h, W, idiom=20)
+def top_k_threshold(h, W):
+    logits = F.linear(h, W)
+    values, _ = torch.topk(logits, 5)
+    logits[logits < values[:, [-1]]] = -INF
+    return logits.softmax(-1).multinomial(1)
+
+
+@miss("TOP_K", "aten.topk", h, W, idiom=21)
+def top_k_gather(h, W):
+    values, ids = torch.topk(F.linear(h, W), 5)
+    return ids.gather(1, values.softmax(-1).multinomial(1))
+
+
+@miss("TOP_P", "sorts or sums along the vocabulary", h, W, idiom=22)
+def top_p(h, W):
+    logits = F.linear(h, W)
+    ordered, ids = torch.sort(logits, descending=True)
+    remove = ordered.softmax(-1).cumsum(-1) > 0.9
+    remove[..., 1:] = remove[..., :-1].clone()
+    remove[..., 0] = False
+    logits = logits.masked_fill(remove.scatter(1, ids, remove), -INF)
+    return logits.softmax(-1).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "int32", h, W)
+def integer_logits(h, W):
+    return F.linear(h, W).int().argmax(-1)
+
+
+# -- results that somebody else needs -----------------------------------------------------------------------------
+
+
+@miss("LOGITS_ESCAPE", "the logits are also returned", h, W, idiom=24)
+def logits_returned(h, W):
+    logits = F.linear(h, W)
+    return logits.softmax(-1).multinomial(1), logits
+
+
+@miss("LOGITS_ESCAPE", "the probabilities are also returned", h, W, idiom=24)
+def probabilities_returned(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return p.multinomial(1), p
+
+
+@miss("LOGITS_ESCAPE", "the logits are also used by aten.amax", h, W, idiom=25)
+def log_probability_of_token(h, W):
+    logits = F.linear(h, W)
+    token = logits.softmax(-1).multinomial(1)
+    return token, logits.log_softmax(-1).gather(1, token)
+
+
+@miss("LOGITS_ESCAPE", "aten.max.dim", h, W)
+def maximum_and_index(h, W):
+    value, index = F.linear(h, W).max(-1)
+    return value, index
+
+
+@miss("LOGITS_ESCAPE LOGITS_ESCAPE", "process its logits differently", h, W)
+def two_temperatures(h, W):
+    logits = F.linear(h, W)
+    return logits.softmax(-1).multinomial(1), (logits / 0.5).softmax(-1).multinomial(1)
+
+
+@miss("LOGITS_ESCAPE LOGITS_ESCAPE", "different rows", h3, W)
+def two_positions(h, W):
+    logits = F.linear(h, W)
+    return logits[:, -1].argmax(-1), logits[:, 0].argmax(-1)
+
+
+# -- shapes and dtypes --------------------------------------------------------------------------------------------
+
+
+@miss("NUM_SAMPLES", "2 samples without replacement", h, W, idiom=19)
+def without_replacement(h, W):
+    return F.linear(h, W).softmax(-1).multinomial(2)
+
+
+@miss("SAMPLING_DIM", "all dimensions", h, W)
+def argmax_of_everything(h, W):
+    return F.linear(h, W).argmax()
+
+
+@miss("LAYOUT", "aten.view", h3, W)
+def argmax_over_positions(h, W):
+    return F.linear(h, W).argmax(1)
+
+
+@miss("LAYOUT", "vocabulary", h, exact(torch.Generator().manual_seed(1), 2 * VOCAB, FEATURES), idiom=18)
+def stacked_codebooks(h, W):
+    logits = F.linear(h, W).view(BATCH, 2, VOCAB)
+    return logits.reshape(-1, VOCAB).softmax(-1).multinomial(1)
+
+
+@miss("LAYOUT", "vocabulary", h, torch.stack([W, W.flip(0)]))
+def product_of_a_stacked_batch(h, W):
+    return torch.einsum("bd,kvd->kbv", h, W).argmax(-1)
+
+
+@miss("LAYOUT", "aten.index.Tensor", h, W)
+def gathered_vocabulary(h, W):
+    return F.linear(h, W)[:, torch.tensor([3, 9, 11])].argmax(-1)
+
+
+@miss("DTYPE", "torch.float64", h.double(), W.double())
+def double_precision(h, W):
+    return F.linear(h, W).argmax(-1)
+
+
+@miss("QUANTIZED", "aten._int_mm", (h * 8).to(torch.int8).repeat(8, 1), (W * 8).to(torch.int8))
+def int8_product(h, W):
+    return torch._int_mm(h, W.t()).argmax(-1)
+
+
+@miss("NO_LINEAR", "no linear layer", h)
+def no_linear(h):
+    return (h * 2).argmax(-1)
+
+
+@miss("NO_LINEAR", "prims.rev", h, W)
+def unknown_op_between(h, W):
+    return F.linear(h, W).flip(-1).argmax(-1)
