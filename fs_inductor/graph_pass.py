@@ -17,9 +17,10 @@ from torch.fx import Graph, Node
 from . import traffic
 from .options import Options
 from .recognise.dtensor_random import rewrap, unwrap
+from .recognise.escape import escape_miss
 from .recognise.gather import GatherStep
 from .recognise.miss import Miss
-from .recognise.shapes import is_identity, shape
+from .recognise.shapes import shape
 from .recognise.tails import SINK_TARGETS, Site, recognise
 from .report import Fused, Missed, NotFusedError, Report, location_of
 from .rewrite import erase, rewrite
@@ -37,23 +38,13 @@ class FlashSamplingPass(CustomGraphPass):
         self.report = Report() if report is None else report
 
     def __call__(self, graph: Graph) -> None:
-        sites: list[Site] = []
-        missed: list[tuple[Node, Miss]] = []
         wrapped = unwrap(graph)
-        for sink in find_sinks(graph):
-            try:
-                site = recognise(sink)
-                if site is not None:
-                    check(site, self.options)
-                    sites.append(site)
-            except Miss as miss:
-                missed.append((sink, miss))
-            except Exception as error:  # whatever a strange graph does to us, it must still compile
-                log.exception("recognising %s failed", sink)
-                missed.append((sink, _internal(error)))
-        groups, escaped = check_together(sites)
-        missed += escaped
-        fused: list[Fused] = []
+        found = {sink: self._recognise(sink) for sink in find_sinks(graph)}
+        found = {sink: result for sink, result in found.items() if result is not None}
+        missed = {sink: miss for sink, miss in found.items() if isinstance(miss, Miss)}
+        groups, escaped = check_together([site for site in found.values() if isinstance(site, Site)], set(found))
+        missed |= escaped
+        fused: dict[Node, Fused] = {}
         rewritten: list[Site] = []
         replaced: dict[Node, Node] = {}
         for group in groups:
@@ -63,22 +54,37 @@ class FlashSamplingPass(CustomGraphPass):
                 if not isinstance(error, Miss):
                     log.exception("rewriting %s failed", group[0].sink)
                 miss = error if isinstance(error, Miss) else _internal(error)
-                missed += [(site.sink, miss) for site in group]
+                missed |= {site.sink: miss for site in group}
                 continue
             rewritten += group
-            fused += [_fused_record(site, call) for site in group]
+            fused |= {site.sink: _fused_record(site, call) for site in group}
         if rewritten:
             erase(graph, rewritten)
         rewrap(graph, wrapped)
         if rewritten:
             graph.lint()
-        self._record(graph, fused, missed)
+        self._record(
+            [fused[sink] for sink in found if sink in fused], [(sink, missed[sink]) for sink in found if sink in missed]
+        )
+
+    def _recognise(self, sink: Node) -> Site | Miss | None:
+        """The site of ``sink`` if it may be fused by itself, or why not; None if it is no sink after all."""
+        try:
+            site = recognise(sink)
+            if site is not None:
+                check(site, self.options)
+            return site
+        except Miss as miss:
+            return miss
+        except Exception as error:  # whatever a strange graph does to us, it must still compile
+            log.exception("recognising %s failed", sink)
+            return _internal(error)
 
     def uuid(self) -> bytes:
         """Changes with every source file of the compiler and device sides, and with the options."""
         return get_hash_for_files(_sources(), repr(self.options))
 
-    def _record(self, graph: Graph, fused: list[Fused], missed: list[tuple[Node, Miss]]) -> None:
+    def _record(self, fused: list[Fused], missed: list[tuple[Node, Miss]]) -> None:
         records = [Missed(_name(sink), location_of(sink), miss.code, miss.reason, miss.hint) for sink, miss in missed]
         for record in (*fused, *records):
             log.info("%s", record)
@@ -170,44 +176,31 @@ def check(site: Site, options: Options) -> None:
         )
 
 
-def check_together(sites: list[Site]) -> tuple[list[list[Site]], list[tuple[Node, Miss]]]:
+def check_together(sites: list[Site], sinks: set[Node]) -> tuple[list[list[Site]], dict[Node, Miss]]:
     """What concerns all the sites of one linear: one op call must serve them all, and nobody else may need the logits.
 
+    sinks: all sampling ops of the graph, in ``sites`` or not.
     Returns the groups of sites that stay, and a Miss for each site that does not.
     """
     heads: dict[Node, list[Site]] = {}
     for site in sites:
         heads.setdefault(site.linear.node, []).append(site)
     groups: list[list[Site]] = []
-    missed: list[tuple[Node, Miss]] = []
+    missed: dict[Node, Miss] = {}
     for group in heads.values():
-        miss = _escape(group) or _not_one_call(group)
+        miss = _escape(group, sinks) or _not_one_call(group)
         if miss is None:
             groups.append(group)
         else:
-            missed += [(site.sink, miss) for site in group]
+            missed |= {site.sink: miss for site in group}
     return groups, missed
 
 
-def _escape(group: list[Site]) -> Miss | None:
+def _escape(group: list[Site], sinks: set[Node]) -> Miss | None:
     covered = set().union(*(site.nodes for site in group))
     ends = {node for site in group for node in (site.sink, site.output)}
-    for node in covered - ends:
-        for user in node.users:
-            if user not in covered:
-                what = "probabilities" if _is_probability(node) else "logits"
-                where = f"used by {_name(user)} at {location_of(user)}"
-                if user.op == "output":
-                    where = "returned"
-                elif is_identity(user) and all(u.op == "output" for u in user.users):
-                    where = "returned, or saved for the backward pass: run under torch.no_grad()"
-                return Miss(
-                    "LOGITS_ESCAPE",
-                    f"the {what} are also {where}",
-                    "return only the tokens, or compute the other result in a separate call",
-                    node,
-                )
-    return None
+    vocab = shape(group[0].sink.args[0])[group[0].sink_dim]
+    return escape_miss([group[0].linear], covered, ends, vocab, sinks)
 
 
 def _not_one_call(group: list[Site]) -> Miss | None:
@@ -232,10 +225,6 @@ def _not_one_call(group: list[Site]) -> Miss | None:
         "sample once per linear, or give the sinks the same rows, temperature and masks",
         group[0].linear.node,
     )
-
-
-def _is_probability(node: Node) -> bool:
-    return node.target in (aten.div.Tensor, aten.exp.default)
 
 
 def _internal(error: Exception) -> Miss:

@@ -207,18 +207,18 @@ def probabilities_times_mask(h, W, m):
 # -- processing that looks at the whole row -------------------------------------------------------------------------
 
 
-@miss("EPILOGUE_OP", "statistic of the row", h, W, idiom=23)
-def min_p(h, W):
-    logits = F.linear(h, W)
-    p = logits.softmax(-1)
-    logits = logits.masked_fill(p < 0.1 * p.max(-1, keepdim=True).values, -INF)
-    return logits.softmax(-1).multinomial(1)
-
-
 @miss("EPILOGUE_OP", "aten.div.Tensor", h, W)
 def scaled_by_own_deviation(h, W):
     logits = F.linear(h, W)
     return (logits / logits.std(-1, keepdim=True)).softmax(-1).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "int32", h, W)
+def integer_logits(h, W):
+    return F.linear(h, W).int().argmax(-1)
+
+
+# -- filters --------------------------------------------------------------------------------------------------------
 
 
 @miss("TOP_K", "aten.topk", h, W, idiom=20)
@@ -246,37 +246,179 @@ def top_p(h, W):
     return logits.softmax(-1).multinomial(1)
 
 
-@miss("EPILOGUE_OP", "int32", h, W)
-def integer_logits(h, W):
-    return F.linear(h, W).int().argmax(-1)
+@miss("TOP_K", "aten.sort", h, W, idiom=20)
+def top_k_by_sorting(h, W):
+    logits = F.linear(h, W)
+    threshold = logits.sort(dim=-1, descending=True).values[:, 4:5]
+    return torch.where(logits < threshold, -INF, logits).softmax(-1).multinomial(1)
+
+
+@miss("TOP_K", "aten.kthvalue", h, W, idiom=20)
+def top_k_by_kthvalue(h, W):
+    logits = F.linear(h, W)
+    threshold = logits.kthvalue(VOCAB - 4, dim=-1, keepdim=True).values
+    return logits.masked_fill(logits < threshold, -INF).softmax(-1).multinomial(1)
+
+
+@miss("TOP_P", "sorts or sums along the vocabulary", h, W, idiom=22)
+def top_p_gather(h, W):
+    ordered, ids = F.linear(h, W).softmax(-1).sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    ordered[before > 0.9] = 0.0
+    ordered.div_(ordered.sum(-1, keepdim=True))
+    return ids.gather(-1, ordered.multinomial(1))
+
+
+@miss("TOP_P", "picks the largest logits, as top-k", h, W, idiom=22)
+def top_k_then_top_p(h, W):
+    logits = F.linear(h, W)
+    logits = logits.masked_fill(logits < logits.topk(9).values[:, -1:], -INF)
+    ordered, ids = logits.sort(dim=-1)
+    remove = ordered.softmax(-1).cumsum(-1) <= 0.1
+    return logits.masked_fill(remove.scatter(1, ids, remove), -INF).softmax(-1).multinomial(1)
+
+
+@miss("TOP_P", "typical-p", h, W)
+def typical_p(h, W):
+    logits = F.linear(h, W)
+    surprise = -logits.log_softmax(-1)
+    entropy = (surprise * (-surprise).exp()).sum(-1, keepdim=True)
+    ids = (surprise - entropy).abs().argsort(dim=-1)
+    mass = logits.gather(1, ids).softmax(-1).cumsum(-1)
+    remove = torch.zeros_like(mass, dtype=torch.bool).scatter(1, ids, mass > 0.9)
+    return logits.masked_fill(remove, -INF).softmax(-1).multinomial(1)
+
+
+@miss("MIN_P", "aten.lt.Tensor compares each token with a statistic of its row", h, W, idiom=23)
+def min_p(h, W):
+    logits = F.linear(h, W)
+    p = logits.softmax(-1)
+    logits = logits.masked_fill(p < 0.1 * p.max(-1, keepdim=True).values, -INF)
+    return logits.softmax(-1).multinomial(1)
+
+
+@miss("MIN_P", "aten.lt.Tensor", h, W, idiom=23)
+def min_p_on_probabilities(h, W):
+    p = (F.linear(h, W) / 0.7).softmax(-1)
+    p = torch.where(p < 0.1 * p.amax(-1, keepdim=True), 0.0, p)
+    return torch.multinomial(p / p.sum(-1, keepdim=True), 1)
+
+
+@miss("MIN_P", "aten.ge.Tensor", h, W, idiom=23)
+def min_p_on_logits(h, W):
+    logits = F.linear(h, W)
+    keep = logits >= logits.amax(-1, keepdim=True) + math.log(0.1)
+    return torch.where(keep, logits, -INF).softmax(-1).multinomial(1)
+
+
+@miss("MIN_P", "aten.lt.Scalar", h, W, idiom=23)
+def min_p_on_differences(h, W):
+    logits = F.linear(h, W)
+    logits[logits - logits.amax(-1, keepdim=True) < math.log(0.1)] = -INF
+    return (logits - torch.log(-torch.log(torch.rand_like(logits)))).argmax(-1)
+
+
+@miss("MIN_P", "aten.lt.Scalar", h, W)
+def epsilon_cutoff(h, W):
+    logits = F.linear(h, W)
+    return logits.masked_fill(logits.softmax(-1) < 1e-3, -INF).softmax(-1).multinomial(1)
+
+
+@miss("MIN_P", "aten.lt.Tensor", h, W)
+def eta_cutoff(h, W):
+    logits = F.linear(h, W)
+    logp = logits.log_softmax(-1)
+    eta = (0.03 * (logp * logp.exp()).sum(-1, keepdim=True).exp()).clamp(max=1e-3)
+    return logits.masked_fill(logp.exp() < eta, -INF).softmax(-1).multinomial(1)
+
+
+@miss("MIN_P", "top-n-sigma", h, W)
+def top_n_sigma(h, W):
+    logits = F.linear(h, W)
+    least = logits.amax(-1, keepdim=True) - 1.5 * logits.std(-1, keepdim=True)
+    return logits.masked_fill(logits < least, -INF).softmax(-1).multinomial(1)
 
 
 # -- results that somebody else needs -----------------------------------------------------------------------------
 
 
-@miss("LOGITS_ESCAPE", "the logits are also returned", h, W, idiom=24)
+@miss("PROBS_ESCAPE", "the logits are also returned", h, W, idiom=24)
 def logits_returned(h, W):
     logits = F.linear(h, W)
     return logits.softmax(-1).multinomial(1), logits
 
 
-@miss("LOGITS_ESCAPE", "the probabilities are also returned", h, W, idiom=24)
+@miss("PROBS_ESCAPE", "the probabilities are also returned", h, W, idiom=24)
 def probabilities_returned(h, W):
     p = F.linear(h, W).softmax(-1)
     return p.multinomial(1), p
 
 
-@miss("LOGITS_ESCAPE", "the logits are also used by aten.amax", h, W, idiom=25)
+@miss("PROBS_ESCAPE", "a tensor over the vocabulary is returned", h, W, idiom=24)
+def log_probabilities_returned(h, W):
+    logits = F.linear(h, W)
+    return logits.argmax(-1), logits.log_softmax(-1)
+
+
+@miss("PROBS_ESCAPE", "the probabilities are also returned", h, W, idiom=24)
+def probabilities_and_one_of_them(h, W):
+    p = F.linear(h, W).softmax(-1)
+    token = p.multinomial(1)
+    return token, p.gather(1, token), p
+
+
+@miss("LOGPROBS", "for numbers per row", h, W, idiom=25)
 def log_probability_of_token(h, W):
     logits = F.linear(h, W)
     token = logits.softmax(-1).multinomial(1)
     return token, logits.log_softmax(-1).gather(1, token)
 
 
-@miss("LOGITS_ESCAPE", "aten.max.dim", h, W)
+@miss("LOGPROBS", "for numbers per row", h, W, idiom=25)
+def log_probability_tempered(h, W):
+    logits = F.linear(h, W) / 0.7
+    token = (logits - torch.log(-torch.log(torch.rand_like(logits)))).argmax(-1)
+    return token, logits.log_softmax(-1)[torch.arange(h.shape[0]), token]
+
+
+@miss("LOGPROBS", "for numbers per row", h, W, idiom=25)
+def log_probability_by_logsumexp(h, W):
+    logits = F.linear(h, W)
+    token = logits.argmax(-1, keepdim=True)
+    return token, logits.gather(-1, token) - logits.logsumexp(-1, keepdim=True)
+
+
+@miss("LOGPROBS", "the probabilities are also used by aten.gather", h, W, idiom=25)
+def probability_of_token(h, W):
+    p = F.linear(h, W).softmax(-1)
+    token = p.multinomial(1)
+    return token, p.gather(-1, token)
+
+
+@miss("LOGPROBS", "for numbers per row", h, W, idiom=7)
+def categorical_log_prob(h, W):
+    distribution = torch.distributions.Categorical(logits=F.linear(h, W))
+    token = distribution.sample()
+    return token, distribution.log_prob(token)
+
+
+@miss("LOGPROBS", "an entropy", h, W, idiom=7)
+def categorical_entropy(h, W):
+    distribution = torch.distributions.Categorical(probs=F.linear(h, W).softmax(-1))
+    return distribution.sample(), distribution.entropy()
+
+
+@miss("LOGPROBS", "aten.max.dim", h, W, idiom=25)
 def maximum_and_index(h, W):
     value, index = F.linear(h, W).max(-1)
     return value, index
+
+
+@miss("LOGITS_ESCAPE TOP_K", "another sink (aten.multinomial", h, W)
+def greedy_beside_a_filter(h, W):
+    logits = F.linear(h, W)
+    threshold = logits.topk(5).values[:, -1:]
+    return logits.argmax(-1), logits.masked_fill(logits < threshold, -INF).softmax(-1).multinomial(1)
 
 
 @miss("LOGITS_ESCAPE LOGITS_ESCAPE", "process its logits differently", h, W)

@@ -250,10 +250,10 @@ def test_strict_raises_with_the_report():
         logits = F.linear(h, W)
         return logits.argmax(-1), logits
 
-    with pytest.raises(fs_inductor.NotFusedError, match="LOGITS_ESCAPE") as caught:
+    with pytest.raises(fs_inductor.NotFusedError, match="PROBS_ESCAPE") as caught:
         compiled(step, {**FUSE, "flashsampling.strict": True})(h, W)
     assert type(caught.value) is fs_inductor.NotFusedError
-    assert [m.code for m in caught.value.report.missed] == ["LOGITS_ESCAPE"]
+    assert [m.code for m in caught.value.report.missed] == ["PROBS_ESCAPE"]
     assert caught.value.report.fused == []
 
 

@@ -68,10 +68,10 @@ flashsampling: 1 fused, 1 missed
 fused   aten.multinomial -> flashsampling.sample  saves 18 KB a call
         at test_explain.py:LINE (step) return (F.linear(h, W) / 0.7).softmax(-1).multinomial(1)
         epilogue: x0 = div(acc, 0.7)
-missed  aten.argmax [LOGITS_ESCAPE]
+missed  aten.argmax [PROBS_ESCAPE]
         at test_explain.py:LINE (step_and_escape) return token, logits.argmax(-1), logits
         why: the logits are also returned
-        what to do: return only the tokens, or compute the other result in a separate call""",
+        what to do: return only the tokens under torch.no_grad(), or compute the other result in a separate call""",
         )
 
     def test_nothing_to_fuse(self):
@@ -125,7 +125,7 @@ def test_records():
     assert fused.location == f"{__file__}:{line} (step) return (F.linear(h, W) / 0.7).softmax(-1).multinomial(1)"
     # Float32 logits are written once and read twice, probabilities written and read, a race written and read.
     assert fused.bytes_saved == 7 * 4 * h.shape[0] * W.shape[0]
-    assert (missed.sink, missed.code) == ("aten.argmax", "LOGITS_ESCAPE")
+    assert (missed.sink, missed.code) == ("aten.argmax", "PROBS_ESCAPE")
     line = step_and_escape.__code__.co_firstlineno + 3
     assert missed.location.startswith(f"{__file__}:{line} (step_and_escape) ")
     assert report.graph_breaks == []

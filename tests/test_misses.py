@@ -31,7 +31,7 @@ def check_records(report, codes, culprit, function):
         first = function.__code__.co_firstlineno
         assert first < int(number) <= max(n for _, _, n in function.__code__.co_lines() if n), record.location
         assert rest.startswith(f"({function.__name__}) ")
-        assert any(word in rest for word in ("multinomial(", "argmax(", ".max("))
+        assert any(word in rest for word in ("multinomial(", "argmax(", ".max(", ".sample("))
 
 
 @pytest.mark.parametrize("name", MISSES)
@@ -49,6 +49,42 @@ def test_miss_with_dynamic_shapes(name):
     rewritten = run_pass(case.fn, case.args, dynamic="batch")
     check_records(rewritten.report, case.codes, case.culprit, case.fn)
     assert rewritten.after == rewritten.before
+
+
+# What transformers' own warpers are: each is a filter, and the reason names all that stand in a row.
+WARPERS = {
+    "TopK": ("TOP_K", [("TopKLogitsWarper", 5)]),
+    "TopP": ("TOP_P", [("TopPLogitsWarper", 0.9)]),
+    "MinP": ("MIN_P", [("MinPLogitsWarper", 0.1)]),
+    "Typical": ("TOP_P", [("TypicalLogitsWarper", 0.9)]),
+    "Epsilon": ("MIN_P", [("EpsilonLogitsWarper", 1e-3)]),
+    "Eta": ("MIN_P", [("EtaLogitsWarper", 1e-3)]),
+    "all": ("TOP_P", [("TopKLogitsWarper", 50), ("TopPLogitsWarper", 0.9), ("MinPLogitsWarper", 0.1)]),
+}
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_warpers_of_transformers(name):
+    from transformers.generation import logits_process
+
+    code, warpers = WARPERS[name]
+    warpers = [getattr(logits_process, kind)(number) for kind, number in warpers]
+
+    def step(h, W):
+        logits = F.linear(h, W) / 0.7
+        for warper in warpers:
+            logits = warper(None, logits)
+        return logits.softmax(-1).multinomial(1)
+
+    rewritten = run_pass(step, [h, W])
+    assert rewritten.report.fused == []
+    *inner, miss = rewritten.report.missed
+    assert (miss.sink, miss.code) == ("aten.multinomial", code)
+    # MinP keeps the likeliest token by a topk(1) of its own.
+    assert [other.sink for other in inner] == ["aten.topk"] * (name in ("MinP", "all"))
+    assert rewritten.after == rewritten.before
+    if name == "all":
+        assert all(word in miss.reason for word in ("top-p", "top-k", "min-p"))
 
 
 def draw(h, W):

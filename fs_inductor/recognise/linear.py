@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from .filters import filter_miss
 from .gather import ALL_GATHER, GATHER_TARGETS
 from .miss import Miss
 from .pointwise import POINTWISE_TARGETS, SCATTER_TARGETS
@@ -133,11 +134,35 @@ def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
         else:
             barriers.append(node)
     if not found:
-        raise barrier_miss(barriers)
+        raise filter_miss(_behind(sink)) or barrier_miss(barriers)
     gathered = any(node.target in ALL_GATHER for node in seen)
     # Behind a gather the weight's size differs between ranks, and all must choose alike.
     head = max(found, key=lambda linear: shape(linear.left)[-1] if gathered else linear.weight_numel())
     return head, _dependents(head) & ancestors(sink)
+
+
+def _behind(sink: Node) -> list[Node]:
+    """The nodes between ``sink`` and the nearest products behind it, or all its ancestors where there is none."""
+    seen: set[Node] = set()
+    products: set[Node] = set()
+    stack = list(sink.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen or node in products:
+            continue
+        if Linear.match(node) is not None:
+            products.add(node)
+        else:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    nodes = [node for node in sink.graph.nodes if node in seen]
+    if not products:
+        return nodes
+    reached = set(products)
+    for node in nodes:
+        if reached.intersection(node.all_input_nodes):
+            reached.add(node)
+    return [node for node in nodes if node in reached]
 
 
 def barrier_miss(barriers: Iterable[Node]) -> Miss:
@@ -164,18 +189,6 @@ _BARRIERS = (
         ("c10d", "all_gather", "wait_tensor", "all_reduce"),
         "stands between the linear and the sink in a form that is not known",
         "shard the LM head's output dimension over one process group (ColwiseParallel) and gather it once",
-    ),
-    (
-        "TOP_K",
-        ("aten.topk", "aten.kthvalue"),
-        "picks the largest logits before sampling, as top-k filters do",
-        "top-k filtering is not supported yet; drop it, or keep this site unfused",
-    ),
-    (
-        "TOP_P",
-        ("aten.sort", "aten.cumsum"),
-        "sorts or sums along the vocabulary before sampling, as top-p filters do",
-        "top-p filtering is not supported yet; drop it, or keep this site unfused",
     ),
     (
         "EPILOGUE_OP",

@@ -8,6 +8,8 @@ from torch.fx import Node
 CODES = (
     "NO_LINEAR",
     "LOGITS_ESCAPE",
+    "PROBS_ESCAPE",
+    "LOGPROBS",
     "NUM_SAMPLES",
     "EPILOGUE_OP",
     "SAMPLING_DIM",
@@ -20,6 +22,7 @@ CODES = (
     "TP_LAYOUT",
     "TOP_K",
     "TOP_P",
+    "MIN_P",
     "QUANTIZED",
     "INTERNAL",
 )

@@ -58,7 +58,7 @@ class Structure:
         return where is not None and self.is_weight(where[1], dim)
 
     def known_barrier(self, node: Any) -> Miss | None:
-        """The telling miss for a filter (top-k, top-p) or a collective between ``node`` and the linear, if any."""
+        """The telling miss for a collective or a scatter between ``node`` and the linear, if any."""
         stack, seen = [node], set()
         while stack:
             node = stack.pop()

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from . import noise
+from .filters import filter_miss
 from .gather import GatherStep, gather_of, match_gather
 from .linear import PASSABLE, Linear, ancestors, find_linear
 from .logits import Walk
@@ -65,6 +66,19 @@ def recognise(sink: Node) -> Site | None:
     if output is None:
         return None
     linear, dependents = find_linear(sink)
+    try:
+        return _site(sink, output, dim, draws, linear, dependents)
+    except Miss as miss:
+        # A filter explains why the walk did not get through better than the node at which it stopped.
+        between = (node for node in sink.graph.nodes if node in dependents and node is not linear.node)
+        filtered = filter_miss(between) if miss.code in _EXPLAINED_BY_FILTERS else None
+        raise filtered or miss from None
+
+
+_EXPLAINED_BY_FILTERS = {"EPILOGUE_OP", "LAYOUT", "NOISE", "NO_LINEAR"}
+
+
+def _site(sink: Node, output: Node, dim: int, draws: int, linear: Linear, dependents: set[Node]) -> Site:
     x = sink.args[0]
     walk = Walk(linear, dependents)
     noise_nodes: set[Node] = set()
@@ -154,9 +168,9 @@ def _index_output(sink: Node) -> Node | None:
         return None
     if values:
         raise Miss(
-            "LOGITS_ESCAPE",
+            "LOGPROBS",
             f"the values of {sink.target} are used beside its indices",
-            "drop the values, or compute them from the chosen tokens",
+            "drop the values, or compute the chosen tokens' logits in a call of its own",
             values[0],
         )
     return indices[0]
