@@ -116,8 +116,7 @@ class SiteBuilder:
             if isinstance(step, GatherStep):
                 break  # what follows slices the whole vocabulary, and this is one rank's shard
             if step.slices_vocab:
-                _, _, *bounds = step.node.args
-                x = self.call(aten.slice.Tensor, x, dim, *bounds)
+                x = self.call(aten.slice.Tensor, x, dim, *step.bounds())
         return x
 
     def _operand(self, operand: Operand) -> Node:

@@ -195,13 +195,34 @@ def weights_without_softmax(h, W):
 
 
 @miss("EPILOGUE_OP", "aten.pow", h, W)
-def probabilities_squared(h, W):
-    return F.linear(h, W).softmax(-1).square().multinomial(1)
+def reciprocal_probabilities(h, W):
+    return (F.linear(h, W).softmax(-1) ** -1.0).multinomial(1)
 
 
-@miss("EPILOGUE_OP", "aten.mul.Tensor", h, W, mask)
-def probabilities_times_mask(h, W, m):
-    return (F.linear(h, W).softmax(-1) * m).multinomial(1)
+@miss("EPILOGUE_OP", "aten.pow", h, W, T[:1].expand(1, VOCAB).contiguous())
+def probabilities_to_uneven_powers(h, W, t):
+    return (F.linear(h, W).softmax(-1) ** t).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "aten.mul.Tensor", h, W, mask.float())
+def probabilities_times_weights(h, W, weights):
+    return (F.linear(h, W).softmax(-1) * weights).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "statistic of the row", h, W)
+def logarithm_of_guarded_probabilities(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return (torch.log(p + 1e-3) - torch.log(-torch.log(torch.rand_like(p)))).argmax(-1)
+
+
+@miss("EPILOGUE_OP", "statistic of the row", h, W, mask.float())
+def weighted_log_probabilities(h, W, weights):
+    return (F.log_softmax(F.linear(h, W), -1) * weights).softmax(-1).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "statistic of the row", h, W, mask.float())
+def softcapped_log_probabilities(h, W, b):
+    return (F.log_softmax(F.linear(h, W), -1) + b).tanh().softmax(-1).multinomial(1)
 
 
 # -- processing that looks at the whole row -------------------------------------------------------------------------
@@ -431,6 +452,12 @@ def two_temperatures(h, W):
 def two_positions(h, W):
     logits = F.linear(h, W)
     return logits[:, -1].argmax(-1), logits[:, 0].argmax(-1)
+
+
+@miss("LAYOUT", "two ways that select different rows", h, W)
+def classifier_free_guidance(h, W):
+    wanted, unwanted = F.linear(h, W).chunk(2)
+    return (unwanted + 1.5 * (wanted - unwanted)).softmax(-1).multinomial(1)
 
 
 # -- shapes and dtypes --------------------------------------------------------------------------------------------

@@ -113,9 +113,8 @@ def gather_of(path: tuple[ShapeStep, ...]) -> GatherStep | None:
         raise _layout(gathers[0].node, "is one of several gathers on the way to the sink")
     for step in path:
         if step.slices_vocab:
-            start = step.node.args[2] if len(step.node.args) > 2 else 0
-            stride = step.node.args[4] if len(step.node.args) > 4 else 1
-            if path.index(step) < path.index(gathers[0]) or start not in (0, None) or stride != 1:
+            start, _, stride = step.bounds()
+            if path.index(step) < path.index(gathers[0]) or start != 0 or stride != 1:
                 raise _layout(step.node, "takes a part of a sharded vocabulary")
     return gathers[0]
 

@@ -13,7 +13,7 @@ from .filters import filter_miss
 from .gather import ALL_GATHER, GATHER_TARGETS
 from .miss import Miss
 from .pointwise import POINTWISE_TARGETS, SCATTER_TARGETS
-from .shapes import SHAPE_TARGETS, Call, rank, same, shape
+from .shapes import SHAPE_TARGETS, Call, is_piece, rank, same, shape
 
 aten = torch.ops.aten
 
@@ -206,7 +206,7 @@ _BARRIERS = (
 
 
 def _is_getitem(node: Node) -> bool:
-    return node.target is operator.getitem and node.args[0].target in (aten.max.dim, aten.split.Tensor)
+    return is_piece(node) or (node.target is operator.getitem and node.args[0].target is aten.max.dim)
 
 
 def _dependents(head: Linear) -> set[Node]:

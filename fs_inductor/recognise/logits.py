@@ -27,7 +27,7 @@ from .miss import Miss
 from .pointwise import CASTS, FILL_LIKE, POINTWISE, SCATTER_TARGETS
 from .program import LOW_PRECISION, Path, ProgramBuilder, Value, constant_of
 from .shapes import is_identity, rank, same_shape, step_back
-from .structure import Structure
+from .structure import POWERS, Structure
 
 aten = torch.ops.aten
 
@@ -68,7 +68,6 @@ class Walk(ProgramBuilder):
                 raise _two_paths(node)
             return known[1]
         self.visited.add(node)
-        inner = node.args[0] if node.args else None
         gather = None if node is self.linear.node else match_gather(node, dim)
         step = None if is_identity(node) or gather is not None else step_back(node, dim)
         if node is self.linear.node:
@@ -77,9 +76,10 @@ class Walk(ProgramBuilder):
             self.visited.update(gather.parts)
             result = getattr(self, mode)(gather.inner, dim, (gather, *path))
         elif is_identity(node):
-            result = getattr(self, mode)(inner, dim, path)
+            result = getattr(self, mode)(node.args[0], dim, path)
         elif step is not None:
-            result = getattr(self, mode)(inner, step.dim_in, (step, *path))
+            self.visited.update(step.nodes)
+            result = getattr(self, mode)(step.source, step.dim_in, (step, *path))
         else:
             result = visit(node, dim, path)
         self._memo[mode, node] = path, result
@@ -122,6 +122,13 @@ class Walk(ProgramBuilder):
                 x, statistic = shifted
                 self.absorb(statistic)
                 return self.logit(x, dim, path)
+            biased = self.structure.biased(node, dim)
+            if biased is not None:
+                x, bias = biased
+                bias = self.argument(bias, node, dim, path)
+                return self.emit("add" if target is aten.add.Tensor else "sub", self.logit(x, dim, path), bias)
+        if target is aten.log.default and self.structure.is_weight(args[0], dim):
+            return self.log_weight(args[0], dim, path)
         if not self.structure.peels(node, dim):
             return self.value(node, dim, path)
         if target in (aten.mul.Tensor, aten.div.Tensor):
@@ -148,6 +155,12 @@ class Walk(ProgramBuilder):
         if target is aten.div.Tensor and self.structure.is_positive_row_constant(args[1], node, dim):
             self.absorb(args[1])
             return self.log_weight(args[0], dim, path)
+        if target in POWERS and self.structure.is_positive_power(node, dim):
+            return self.emit("mul", self.log_weight(args[0], dim, path), self.argument(args[1], node, dim, path))
+        kept = self.structure.kept(node)
+        if kept is not None:
+            mask = self.argument(kept[0], node, dim, path)
+            return self.emit("where", mask, self.log_weight(kept[1], dim, path), self.literal(-math.inf))
         if target is aten.mul.Tensor and isinstance(args[1], (int, float)) and args[1] > 0:
             return self.log_weight(args[0], dim, path)
         masked = self._masked(node, dim, path, 0.0)
@@ -328,7 +341,8 @@ def _two_paths(node: Node) -> Miss:
     return Miss(
         "LAYOUT",
         f"{node.target} reaches the sink by two ways that select different rows",
-        "select the rows once, right after the LM head",
+        "select the rows once, right after the LM head; rows that are mixed, as classifier-free guidance does, can be "
+        "mixed before it: lm_head(u + s * (c - u)) of hidden states c and u gives the same logits",
         node,
     )
 

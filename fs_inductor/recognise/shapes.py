@@ -8,6 +8,7 @@ stands in for the logits with another size in that dimension: the hidden states,
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +37,22 @@ class ShapeStep:
     dim_out: int
 
     @property
+    def source(self) -> Node:
+        """The step's input."""
+        return self.node.args[0]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes that the step consists of."""
+        return (self.node,)
+
+    @property
     def slices_vocab(self) -> bool:
         return self.node.target is aten.slice.Tensor and self._slice_dim() == self.dim_in
+
+    def bounds(self) -> tuple[Any, Any, Any]:
+        """Start, end and stride of a slice of the vocabulary."""
+        return _arg(self.node, 2, "start") or 0, _arg(self.node, 3, "end"), _arg(self.node, 4, "step", 1)
 
     def _slice_dim(self) -> int:
         return _arg(self.node, 1, "dim", 0) % rank(self.node.args[0])
@@ -67,6 +82,56 @@ class ShapeStep:
             sizes[self.dim_out] = -1
             return call(aten.expand.default, x, sizes)
         return call(target, x, *args[1:], **self.node.kwargs)
+
+
+@dataclass(frozen=True)
+class PieceStep(ShapeStep):
+    """One of the tensors that ``split``, ``chunk`` or ``unbind`` give; ``node`` is the getitem."""
+
+    @property
+    def source(self) -> Node:
+        return self.node.args[0].args[0]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.node, self.node.args[0])
+
+    @property
+    def slices_vocab(self) -> bool:
+        return cut_dim(self.node.args[0]) == self.dim_in
+
+    def bounds(self) -> tuple[Any, Any, Any]:
+        return *_piece_bounds(self.node), 1
+
+    def replay(self, call: Call, x: Node, spans_vocab: bool) -> Node:
+        cut, index = self.node.args
+        if cut.target is aten.unbind.int:
+            return call(aten.select.int, x, cut_dim(cut), index)
+        if not self.slices_vocab:
+            return call(operator.getitem, call(cut.target, x, *cut.args[1:], **cut.kwargs), index)
+        return call(aten.slice.Tensor, x, self.dim_in, *_piece_bounds(self.node)) if spans_vocab else x
+
+
+CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+
+
+def is_piece(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is operator.getitem and node.args[0].target in CUTS
+
+
+def cut_dim(cut: Node) -> int:
+    position = 1 if cut.target is aten.unbind.int else 2
+    return _arg(cut, position, "dim", 0) % rank(cut.args[0])
+
+
+def _piece_bounds(piece: Node) -> tuple[int, int]:
+    """Start and end of the part of the vocabulary that ``piece`` is."""
+    cut, index = piece.args
+    sizes = cut.args[1] if cut.target is aten.split_with_sizes.default else [cut.args[1]] * (index + 1)
+    if not all(isinstance(size, int) for size in sizes[: index + 1]):
+        raise _layout_miss(cut, "cuts at places that are not known at compile time")
+    start = sum(sizes[:index])
+    return start, start + sizes[index]
 
 
 def shape(node: Any) -> tuple:
@@ -103,6 +168,13 @@ def is_identity(node: Node) -> bool:
 
 def step_back(node: Node, dim: int) -> ShapeStep | None:
     """The shape op at ``node`` with its vocabulary dimension traced to the input; None if ``node`` is no shape op."""
+    if is_piece(node):
+        cut = node.args[0]
+        if cut.target is aten.unbind.int:
+            return PieceStep(node, dim + (dim >= cut_dim(cut)), dim)
+        if cut_dim(cut) == dim:
+            _piece_bounds(node)
+        return PieceStep(node, dim, dim)
     trace = _BACK.get(node.target)
     return None if trace is None else ShapeStep(node, trace(node, dim), dim)
 
@@ -209,6 +281,6 @@ _BACK: dict[Any, Callable[[Node, int], int]] = {
     aten.index_select.default: _index_select,
     aten.expand.default: _expand,
 }
-SHAPE_TARGETS = set(_BACK) | IDENTITY
+SHAPE_TARGETS = set(_BACK) | IDENTITY | CUTS
 # What may give a row more than once.
 REPEATING = {aten.index.Tensor, aten.index_select.default, aten.expand.default}

@@ -17,6 +17,8 @@ from .shapes import is_identity, rank, same, same_shape, shape, step_back
 
 aten = torch.ops.aten
 
+POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
+
 
 class Structure:
     """Questions about the nodes between a linear and a sink. ``dim`` is always the vocabulary's position in a node."""
@@ -44,18 +46,43 @@ class Structure:
             return self.is_weight(gather.inner, dim)
         step = step_back(node, dim)
         if step is not None:
-            return self.is_weight(node.args[0], step.dim_in)
+            return self.is_weight(step.source, step.dim_in)
         if node.target is aten.exp.default:
             return True
         if node.target is aten.div.Tensor:
             if not isinstance(node.args[0], Node) or not same_shape(node.args[0], node):
                 return False
             return self.is_positive_row_constant(node.args[1], node, dim) and self.is_weight(node.args[0], dim)
+        if node.target in POWERS:
+            return self.is_positive_power(node, dim) and self.is_weight(node.args[0], dim)
+        kept = self.kept(node)
+        if kept is not None:
+            return self.is_weight(kept[1], dim)
         if node.target is aten.mul.Tensor:
             factor = node.args[1]
             return isinstance(factor, (int, float)) and factor > 0 and self.is_weight(node.args[0], dim)
         where = self.where_constant(node, 0.0)
         return where is not None and self.is_weight(where[1], dim)
+
+    def is_positive_power(self, node: Node, dim: int) -> bool:
+        """``x ** t`` with one exponent a row; a tensor t is taken to be positive, as inverse temperatures are."""
+        x, t = node.args
+        if not isinstance(x, Node) or not same_shape(x, node):
+            return False
+        if isinstance(t, (int, float)):
+            return t > 0
+        return t not in self.dependents and self.is_row_constant(t, node, dim)
+
+    def kept(self, node: Node) -> tuple[Node, Node] | None:
+        """``x * mask``, where ``mask`` is zero or one because it was bool once, as (mask as bool, x)."""
+        if node.target is not aten.mul.Tensor:
+            return None
+        for x, mask in (node.args, reversed(node.args)):
+            while isinstance(mask, Node) and (is_identity(mask) or mask.target in CASTS):
+                mask = mask.args[0]
+            if isinstance(mask, Node) and _is_bool(mask) and isinstance(x, Node) and same_shape(x, node):
+                return mask, x
+        return None
 
     def known_barrier(self, node: Any) -> Miss | None:
         """The telling miss for a collective or a scatter between ``node`` and the linear, if any."""
@@ -75,6 +102,16 @@ class Structure:
             if isinstance(x, Node) and x in self.dependents and same_shape(x, node):
                 if self.is_row_statistic(other, node, dim):
                     return x, other
+        return None
+
+    def biased(self, node: Node, dim: int) -> tuple[Node, Any] | None:
+        """``x + b`` or ``x - b``, with a row constant to be peeled from x and b from elsewhere, as (x, b)."""
+        if node.kwargs.get("alpha", 1) != 1:
+            return None
+        a, b = node.args[:2]
+        for x, other in ((a, b),) if node.target is aten.sub.Tensor else ((a, b), (b, a)):
+            if isinstance(x, Node) and same_shape(x, node) and other not in self.dependents and self.peels(x, dim):
+                return x, other
         return None
 
     def scaled(self, node: Node) -> tuple[Any, Any]:
@@ -126,9 +163,11 @@ class Structure:
             return self.peels(gather.inner, dim)
         step = step_back(node, dim)
         if step is not None:
-            return self.peels(node.args[0], step.dim_in)
+            return self.peels(step.source, step.dim_in)
         if node.target in (aten.sub.Tensor, aten.add.Tensor):
-            return self.shifted(node, dim) is not None
+            return self.shifted(node, dim) is not None or self.biased(node, dim) is not None
+        if node.target is aten.log.default:
+            return self.is_weight(node.args[0], dim)
         if node.target in (aten.mul.Tensor, aten.div.Tensor):
             x, factor = self.scaled(node)
             if not isinstance(x, Node) or not same_shape(x, node):
@@ -148,3 +187,8 @@ class Structure:
         if node.target is aten.masked_fill.Scalar and node.args[2] == number:
             return node.args[1], node.args[0], False
         return None
+
+
+def _is_bool(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool

@@ -23,6 +23,7 @@ from .miss import Miss
 from .pointwise import CASTS
 from .program import Operand, Path, Value, constant_of
 from .shapes import REPEATING, is_identity, rank, same, same_shape, shape, step_back
+from .structure import POWERS
 
 aten = torch.ops.aten
 
@@ -226,7 +227,8 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
                 "pick the rows first, then add the noise",
                 node,
             )
-        return _score(walk, args[0], step.dim_in, (step, *path), used)
+        walk.visited.update(step.nodes)
+        return _score(walk, step.source, step.dim_in, (step, *path), used)
     if target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(args[1], (int, float)) and args[1] > 0:
         return _score(walk, args[0], dim, path, used)
     if target is aten.where.self:
@@ -254,7 +256,6 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
     raise _unknown_noise(node)
 
 
-POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
 PRODUCTS = {aten.mul.Tensor}
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import idiom_cases_logits  # noqa: F401 - adds its cases
+import idiom_cases_more  # noqa: F401 - adds its cases
 import pytest
 import torch
 from distribution_checks import chi_squared
