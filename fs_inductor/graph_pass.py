@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match, PatternMatcherPass, register_graph_pattern
 from torch.fx import Graph, Node
 
-from . import traffic
+from . import gain, traffic
 from .options import Options
 from .recognise.dtensor_random import rewrap, unwrap
 from .recognise.escape import escape_miss
@@ -22,7 +22,7 @@ from .recognise.gather import GatherStep
 from .recognise.miss import Miss
 from .recognise.shapes import shape
 from .recognise.tails import SINK_TARGETS, Site, recognise
-from .report import Fused, Missed, NotFusedError, Report, location_of
+from .report import Called, Fused, Missed, NotFusedError, Report, location_of
 from .rewrite import erase, rewrite
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,13 @@ class FlashSamplingPass(CustomGraphPass):
         self.report = Report() if report is None else report
 
     def __call__(self, graph: Graph) -> None:
+        called = [Called(_name(node), location_of(node)) for node in graph.nodes if _is_ours(node)]
         wrapped = unwrap(graph)
         found = {sink: self._recognise(sink) for sink in find_sinks(graph)}
         found = {sink: result for sink, result in found.items() if result is not None}
         missed = {sink: miss for sink, miss in found.items() if isinstance(miss, Miss)}
-        groups, escaped = check_together([site for site in found.values() if isinstance(site, Site)], set(found))
+        sites = [site for site in found.values() if isinstance(site, Site)]
+        groups, escaped = check_together(sites, set(found), self.options)
         missed |= escaped
         fused: dict[Node, Fused] = {}
         rewritten: list[Site] = []
@@ -63,9 +65,8 @@ class FlashSamplingPass(CustomGraphPass):
         rewrap(graph, wrapped)
         if rewritten:
             graph.lint()
-        self._record(
-            [fused[sink] for sink in found if sink in fused], [(sink, missed[sink]) for sink in found if sink in missed]
-        )
+        in_order = [sink for sink in found if sink in missed]
+        self._record(called, [fused[sink] for sink in found if sink in fused], [(s, missed[s]) for s in in_order])
 
     def _recognise(self, sink: Node) -> Site | Miss | None:
         """The site of ``sink`` if it may be fused by itself, or why not; None if it is no sink after all."""
@@ -84,11 +85,12 @@ class FlashSamplingPass(CustomGraphPass):
         """Changes with every source file of the compiler and device sides, and with the options."""
         return get_hash_for_files(_sources(), repr(self.options))
 
-    def _record(self, fused: list[Fused], missed: list[tuple[Node, Miss]]) -> None:
+    def _record(self, called: list[Called], fused: list[Fused], missed: list[tuple[Node, Miss]]) -> None:
         records = [Missed(_name(sink), location_of(sink), miss.code, miss.reason, miss.hint) for sink, miss in missed]
-        for record in (*fused, *records):
+        for record in (*called, *fused, *records):
             log.info("%s", record)
         self.report.graphs += 1
+        self.report.called += called
         self.report.fused += fused
         self.report.missed += records
         if self.options.strict and any(not self._is_bystander(sink, miss) for sink, miss in missed):
@@ -99,7 +101,7 @@ class FlashSamplingPass(CustomGraphPass):
         if miss.code != "NO_LINEAR" or sink.target is aten.multinomial.default:
             return False
         sizes = shape(sink.args[0])
-        smallest = self.options.smallest_vocab(sink.args[0].meta["val"].device.type)
+        smallest = self.options.rule(sink.args[0].meta["val"].device.type).min_vocab
         return all(isinstance(size, int) for size in sizes) and max(sizes, default=1) < smallest
 
 
@@ -166,17 +168,10 @@ def check(site: Site, options: Options) -> None:
             "let only the batch be dynamic",
             site.sink,
         )
-    smallest = options.smallest_vocab(device)
-    if isinstance(vocab, int) and vocab < smallest:
-        raise Miss(
-            "SMALL_VOCAB",
-            f"the vocabulary has {vocab} entries, fewer than {smallest}: a fused kernel would not pay",
-            f"set options={{'flashsampling.min_vocab': {vocab}}} to fuse it all the same",
-            site.sink,
-        )
+    gain.check_vocab(vocab, options.rule(device), site.sink)
 
 
-def check_together(sites: list[Site], sinks: set[Node]) -> tuple[list[list[Site]], dict[Node, Miss]]:
+def check_together(sites: list[Site], sinks: set[Node], options: Options) -> tuple[list[list[Site]], dict[Node, Miss]]:
     """What concerns all the sites of one linear: one op call must serve them all, and nobody else may need the logits.
 
     sinks: all sampling ops of the graph, in ``sites`` or not.
@@ -188,7 +183,7 @@ def check_together(sites: list[Site], sinks: set[Node]) -> tuple[list[list[Site]
     groups: list[list[Site]] = []
     missed: dict[Node, Miss] = {}
     for group in heads.values():
-        miss = _escape(group, sinks) or _not_one_call(group)
+        miss = _escape(group, sinks) or _not_one_call(group) or _no_gain(group, options)
         if miss is None:
             groups.append(group)
         else:
@@ -227,6 +222,16 @@ def _not_one_call(group: list[Site]) -> Miss | None:
     )
 
 
+def _no_gain(group: list[Site], options: Options) -> Miss | None:
+    linear = group[0].linear.node
+    try:
+        rule = options.rule(linear.meta["val"].device.type)
+        gain.check_batch(traffic.of(group), rule, group[0].gather is not None, linear)
+    except Miss as miss:
+        return miss
+    return None
+
+
 def _internal(error: Exception) -> Miss:
     return Miss(
         "INTERNAL",
@@ -242,18 +247,21 @@ def _name(node: Node) -> str:
     return str(node.target).removesuffix(".default")
 
 
+def _is_ours(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "flashsampling"
+
+
 def _fused_record(site: Site, call: Node) -> Fused:
     hidden = call.args[0].meta["val"]
-    logit_bytes = site.linear.node.meta["val"].dtype.itemsize
-    saved = traffic.bytes_saved(site.draws, logit_bytes, row_noise=bool(site.noise))
-    sizes = {traffic.BATCH: hidden.shape[0], traffic.VOCAB: shape(site.sink.args[0])[site.sink_dim]}
-    saved = saved.subs({k: v if isinstance(v, int) else v.node.expr for k, v in sizes.items()})
+    moved = traffic.of([site])
+    saved, unfused = moved.saved, moved.known(moved.unfused)
     return Fused(
         _name(site.sink),
         location_of(site.sink),
         _name(call),
         site.program,
         int(saved) if saved.is_Integer else saved,
+        int(unfused) if unfused.is_Integer else unfused,
         _exchange(site.gather, hidden.device) if site.gather is not None else "",
     )
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from .gain import RULES, Rule
+
 PREFIX = "flashsampling."
+
+
+_NUMBERS = ("min_vocab", "max_batch")
 
 
 def _option(default: Any, variable: str, doc: str) -> Any:
@@ -27,15 +32,19 @@ class Options:
     min_vocab: int | None = _option(
         None, "FLASHSAMPLING_MIN_VOCAB", "smallest vocabulary to fuse; None: 4096 on GPUs, 50,000 on CPUs"
     )
+    max_batch: int | None = _option(
+        None, "FLASHSAMPLING_MAX_BATCH", "most rows to fuse a call for; None: no limit but what was measured"
+    )
     tp: bool = _option(True, "FLASHSAMPLING_TP", "fuse LM heads whose vocabulary is sharded over ranks")
 
-    def smallest_vocab(self, device_type: str) -> int:
-        """The vocabulary below which a site on ``device_type`` is left alone."""
+    def rule(self, device_type: str) -> Rule:
+        """Which sites on ``device_type`` are worth fusing: the measured rule, with what is set here in its place."""
+        rule = RULES.get(device_type, RULES["cuda"])
         if self.min_vocab is not None:
-            return self.min_vocab
-        # Measured (README, Benchmarks): on a CPU, smaller heads pay for the many small calls of a chunk; on an H200,
-        # 1024 ids lose to a compiled race by some microseconds, and 32,000 win.
-        return 50_000 if device_type == "cpu" else 4096
+            rule = replace(rule, min_vocab=self.min_vocab)
+        if self.max_batch is not None:
+            rule = replace(rule, max_batch=self.max_batch, min_saving=None)
+        return rule
 
     @classmethod
     def split(cls, options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
@@ -88,7 +97,7 @@ def _names(table: Mapping[str, Any]) -> str:
 
 
 def _checked(key: str, name: str, value: Any) -> Any:
-    if name == "min_vocab":
+    if name in _NUMBERS:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{key} must be an int or None, not {value!r}")
         if value is not None and value < 0:
@@ -101,7 +110,7 @@ def _checked(key: str, name: str, value: Any) -> Any:
 def _from_environment(option: Any) -> Any:
     variable = option.metadata["variable"]
     text = os.environ[variable].strip().lower()
-    if option.name == "min_vocab":
+    if option.name in _NUMBERS:
         if not (text.isascii() and text.isdigit()):
             raise ValueError(f"{variable} must be a whole number, not {os.environ[variable]!r}")
         return int(text)

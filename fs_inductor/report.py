@@ -11,6 +11,8 @@ import torch
 from torch._dynamo.exc import ShortenTraceback
 from torch.fx import Node
 
+from .traffic import BATCH, MEANING
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -18,7 +20,8 @@ class Fused:
 
     sink: the op that sampled, such as ``aten.multinomial``; location: ``file:line (function) code`` of the user's call.
     op: the op that took its place; epilogue: its program (see README, "What fuses").
-    bytes_saved: memory traffic avoided per call, in bytes: an int, or a sympy expression where the batch is dynamic.
+    bytes_saved: memory traffic avoided per call, in bytes: an int, or where sizes are dynamic a sympy expression of
+        the sizes in ``fs_inductor.traffic.MEANING``. bytes_unfused: all traffic of the unfused head and sampling.
     exchange: how the ranks of a sharded vocabulary agree on the winners, in words; empty for a whole vocabulary.
     """
 
@@ -27,13 +30,12 @@ class Fused:
     op: str
     epilogue: str
     bytes_saved: int | sympy.Expr
+    bytes_unfused: int | sympy.Expr
     exchange: str = ""
 
     def __str__(self) -> str:
-        saved = self.bytes_saved
-        amount = _bytes(saved) if isinstance(saved, int) else f"{saved} bytes"
         lines = [
-            f"fused   {self.sink} -> {self.op}  saves {amount} a call",
+            f"fused   {self.sink} -> {self.op}  saves {_amount(self.bytes_saved, self.bytes_unfused)}",
             f"at {self.location}",
             f"epilogue: {self.epilogue or '(none)'}",
         ]
@@ -59,29 +61,44 @@ class Missed:
         )
 
 
+@dataclass(frozen=True)
+class Called:
+    """A call of one of our ops that the code makes by hand, with `linear_sample` say: nothing is left to fuse there."""
+
+    op: str
+    location: str
+
+    def __str__(self) -> str:
+        return f"called  {self.op}\n        at {self.location}"
+
+
 @dataclass
 class Report:
     """All sinks of one compilation, in graph order, and the graph breaks met on the way.
 
-    fused, missed: one record per sink. graph_breaks: a sentence each; code after a break is compiled separately, and
-    code at a break is not compiled at all. graphs: how many graphs were compiled.
+    fused, missed: one record per sink. called: our ops, where the code calls them by hand. graph_breaks: a sentence
+    each; code after a break is compiled separately, and code at a break is not compiled at all. graphs: how many graphs
+    were compiled.
     """
 
     fused: list[Fused] = field(default_factory=list)
     missed: list[Missed] = field(default_factory=list)
+    called: list[Called] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     graphs: int = 0
 
     def __str__(self) -> str:
         head = f"flashsampling: {len(self.fused)} fused, {len(self.missed)} missed"
-        lines = [head, *map(str, self.fused), *map(str, self.missed)]
+        if self.called:
+            head += f", {len(self.called)} called by hand"
+        lines = [head, *map(str, self.fused), *map(str, self.missed), *map(str, self.called)]
         lines += [f"break   {text}" for text in self.graph_breaks]
         if self.graph_breaks:
             lines.append(
                 "        what stands before and after a graph break is compiled apart: an LM head and its sampling "
                 "on different sides are not fused"
             )
-        if not self.fused and not self.missed:
+        if not self.fused and not self.missed and not self.called:
             lines.append(self._nothing_found())
         return "\n".join(lines)
 
@@ -113,12 +130,13 @@ class NotFusedError(ShortenTraceback):
 def location_of(node: Node) -> str:
     """``file:line (function) code`` of the user's line that made ``node``, from its stack trace.
 
-    The innermost frame outside torch, which has Python layers of its own (``Categorical.sample``, say).
+    The innermost frame outside torch, which has Python layers of its own (``Categorical.sample``, say), and outside of
+    this package (`linear_sample`).
     """
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.strip().splitlines()]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    users = [i for i in frames if not lines[i].startswith(f'File "{_TORCH}')]
+    users = [i for i in frames if not lines[i].startswith(_LIBRARIES)]
     for i in (users or frames)[-1:]:
         file, _, rest = lines[i][5:].partition(", line ")
         number, _, function = rest.partition(", in ")
@@ -130,7 +148,24 @@ def location_of(node: Node) -> str:
     return "(no source location)"
 
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_LIBRARIES = tuple(f'File "{os.path.join(os.path.dirname(file), "")}' for file in (torch.__file__, __file__))
+
+
+def _amount(saved: int | sympy.Expr, unfused: int | sympy.Expr) -> str:
+    """Bytes saved in words: of how many where both are numbers, by the row where every row saves the same."""
+    if isinstance(saved, int):
+        return f"{_bytes(saved)} of {_bytes(unfused)} a call" if isinstance(unfused, int) else f"{_bytes(saved)} a call"
+    per = "row"
+    each = sympy.expand(saved / BATCH)
+    if BATCH in each.free_symbols:
+        per, each = "call", saved
+    names = ", ".join(f"{symbol}: {MEANING[symbol]}" for symbol in sorted(each.free_symbols, key=str))
+    terms = [(int(number), str(sizes)) for sizes, number in each.as_coefficients_dict().items()]
+    text = ""
+    for number, sizes in sorted(terms, key=lambda term: term[1]):
+        text += (" - " if number < 0 else " + ") if text else ""
+        text += _bytes(abs(number)) + ("" if sizes == "1" else f" x {sizes.replace('*', ' x ')}")
+    return f"{text} a {per}" + (f" ({names})" if names else "")
 
 
 def _bytes(n: int) -> str:

@@ -195,6 +195,8 @@ def test_unknown_option_reaches_the_user():
         ("min_vocab", True, TypeError),
         ("min_vocab", "8", TypeError),
         ("min_vocab", -1, ValueError),
+        ("max_batch", 2.0, TypeError),
+        ("max_batch", -4, ValueError),
     ],
 )
 def test_wrong_values(name, value, error):
@@ -218,6 +220,7 @@ def test_split_keeps_what_is_not_ours():
         ("FLASHSAMPLING_ENABLED", " False ", Options(enabled=False)),
         ("FLASHSAMPLING_TP", "0", Options(tp=False)),
         ("FLASHSAMPLING_MIN_VOCAB", "77", Options(min_vocab=77)),
+        ("FLASHSAMPLING_MAX_BATCH", "512", Options(max_batch=512)),
     ],
 )
 def test_environment(monkeypatch, variable, text, expected):
@@ -232,7 +235,12 @@ def test_an_option_wins_over_the_environment(monkeypatch):
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [("FLASHSAMPLING_STRICT", "maybe"), ("FLASHSAMPLING_MIN_VOCAB", "-3"), ("FLASHSAMPLING_TP", "")],
+    [
+        ("FLASHSAMPLING_STRICT", "maybe"),
+        ("FLASHSAMPLING_MIN_VOCAB", "-3"),
+        ("FLASHSAMPLING_MAX_BATCH", "none"),
+        ("FLASHSAMPLING_TP", ""),
+    ],
 )
 def test_bad_environment(monkeypatch, variable, text):
     monkeypatch.setenv(variable, text)
@@ -241,8 +249,8 @@ def test_bad_environment(monkeypatch, variable, text):
 
 
 def test_default_smallest_vocabulary_depends_on_the_device():
-    assert Options().smallest_vocab("cpu") > Options().smallest_vocab("cuda") > 0
-    assert Options(min_vocab=3).smallest_vocab("cpu") == Options(min_vocab=3).smallest_vocab("cuda") == 3
+    assert Options().rule("cpu").min_vocab > Options().rule("cuda").min_vocab > 0
+    assert Options(min_vocab=3).rule("cpu").min_vocab == Options(min_vocab=3).rule("cuda").min_vocab == 3
 
 
 def test_strict_raises_with_the_report():

@@ -17,6 +17,7 @@ CODES = (
     "LAYOUT",
     "NOISE",
     "SMALL_VOCAB",
+    "NO_GAIN",
     "FALLBACK_RANDOM",
     "DEVICE",
     "TP_LAYOUT",

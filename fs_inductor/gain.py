@@ -1,0 +1,101 @@
+"""Does a fusion pay? A measured rule for each kind of device, applied to a site's traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from .recognise.miss import Miss
+from .traffic import BATCH, FEATURES, ROWS, VOCAB, Traffic, expression_of, hint_of
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where fusing was measured to win on one kind of device.
+
+    min_vocab: the smallest vocabulary. A smaller one keeps too few programs busy, whatever the batch.
+    max_batch: the largest number of rows at which the fused product keeps up with a plain one; None: no limit was met.
+    min_saving: bytes saved per multiply-add of the product that make up for the slower product past ``max_batch``.
+        There the time of the product and the traffic saved both grow as B V, so their ratio depends on neither.
+        None: nothing makes up for it.
+    """
+
+    min_vocab: int
+    max_batch: int | None = None
+    min_saving: float | None = None
+
+
+# Measured (README, Benchmarks): on a CPU, smaller heads pay for the many small calls of a chunk; on an H200, 1024 ids
+# lose to a compiled race by some microseconds, and 32,000 win, at every batch that was measured.
+RULES = {"cpu": Rule(min_vocab=50_000), "cuda": Rule(min_vocab=4096)}
+
+
+def check_vocab(vocab: Any, rule: Rule, sink: Node) -> None:
+    """Raise a Miss for a vocabulary below the rule's smallest.
+
+    vocab: an int or a SymInt. A dynamic one is judged by its bounds, else by its value in the call that is compiled.
+    """
+    if _exceeds(rule.min_vocab, vocab, by_hint=True):
+        raise Miss(
+            "SMALL_VOCAB",
+            f"the vocabulary has {_value(vocab)} entries, fewer than {rule.min_vocab}: a fused kernel would not pay",
+            f"set options={{'flashsampling.min_vocab': {_value(vocab)}}} to fuse it all the same",
+            sink,
+        )
+
+
+def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node) -> None:
+    """Raise a Miss where a plain product and a sampler of its own are faster, for the number of rows.
+
+    A dynamic batch is judged by its bounds, else by its value in the call that is compiled: no guard is added, and the
+    graph then serves every batch. sharded: all ranks must decide alike, and one of them may take from a compile cache
+    what was decided for another batch, so only bounds count.
+    """
+    rows = traffic.sizes[BATCH]
+    if rule.max_batch is None or not _exceeds(rows, rule.max_batch, by_hint=not sharded):
+        return
+    if rule.min_saving is not None:
+        if _exceeds(traffic.sizes[ROWS], rows, by_hint=not sharded):
+            return  # unfused, rows that are not sampled would be multiplied too
+        saving = _number(traffic, traffic.saved / traffic.known(BATCH * VOCAB * FEATURES), by_hint=not sharded)
+        if saving is None or saving >= rule.min_saving:
+            return
+    raise Miss(
+        "NO_GAIN",
+        f"{_value(rows)} rows are sampled, more than {rule.max_batch}: a plain product and a sampler are faster there",
+        f"set options={{'flashsampling.max_batch': {_value(rows)}}} to fuse it all the same",
+        sink,
+    )
+
+
+def _number(traffic: Traffic, expression: sympy.Expr, by_hint: bool) -> float | None:
+    """The value of ``expression``, where need be (by_hint) at the sizes of this call; None if that is not known."""
+    expression = sympy.cancel(expression)
+    hints = {symbol: hint_of(traffic.sizes[symbol]) for symbol in expression.free_symbols}
+    if None in hints.values() or (hints and not by_hint):
+        return None
+    return float(expression.subs(hints))
+
+
+def _exceeds(a: int | torch.SymInt, b: int | torch.SymInt, by_hint: bool) -> bool:
+    """Whether ``a > b``: for all values of dynamic sizes, or else (by_hint) for those of this call. Adds no guard."""
+    dynamic = [size.node for size in (a, b) if isinstance(size, torch.SymInt)]
+    if not dynamic:
+        return a > b
+    bounds = dynamic[0].shape_env.bound_sympy(expression_of(a) - expression_of(b))
+    if bounds.lower > 0:
+        return True
+    if bounds.upper <= 0 or not by_hint:
+        return False
+    hints = hint_of(a), hint_of(b)
+    return None not in hints and hints[0] > hints[1]
+
+
+def _value(size: int | torch.SymInt) -> int:
+    """For messages: the size in this call, or the least it can be."""
+    hint = hint_of(size)
+    return int(size.node.shape_env.bound_sympy(size.node.expr).lower) if hint is None else hint

@@ -1,0 +1,285 @@
+"""The traffic model, and the decision whether a fusion pays, with rules made up for the purpose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import BATCH, EVERY_SIZE, FEATURES, LENGTH, VOCAB, assert_fused, run_pass
+from torch._dynamo.source import ConstantSource
+from torch._inductor import config as inductor_config
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.nn import functional as F
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from fs_inductor import gain, traffic
+from fs_inductor.backend import compile_graph
+from fs_inductor.gain import Rule
+from fs_inductor.options import Options
+from fs_inductor.recognise.miss import Miss
+from fs_inductor.report import Report
+
+h, h3, W = torch.randn(BATCH, FEATURES), torch.randn(BATCH, LENGTH, FEATURES), torch.randn(VOCAB, FEATURES)
+WEIGHT, HIDDEN, LOGITS, TOKENS = 4 * VOCAB * FEATURES, 4 * BATCH * FEATURES, 4 * BATCH * VOCAB, 8 * BATCH
+
+
+def draw(h, W):
+    return (F.linear(h, W) / 0.7).softmax(-1).multinomial(1)
+
+
+def greedy(h, W):
+    return F.linear(h, W).argmax(-1)
+
+
+def race(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return (p / torch.empty_like(p).exponential_(1)).argmax(-1)
+
+
+def drawn_and_greedy(h, W):
+    logits = F.linear(h, W)
+    return logits.softmax(-1).multinomial(1), logits.argmax(-1)
+
+
+def last_position(h, W):
+    return F.linear(h, W)[:, -1].argmax(-1)
+
+
+def every_position(h, W):
+    return F.linear(h, W).argmax(-1)
+
+
+def sliced(h, W):
+    return F.linear(h, W)[:, :100].argmax(-1)
+
+
+def the_record(fn, *args, **how):
+    rewritten = run_pass(fn, args, execute=False, **how)
+    assert_fused(rewritten, 1)
+    return rewritten.report.fused[0]
+
+
+def the_miss(fn, *args, **how):
+    rewritten = run_pass(fn, args, execute=False, **how)
+    assert rewritten.report.fused == []
+    return rewritten.report.missed[0]
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """Puts a rule in the place of the CPU's."""
+
+    def put(**fields) -> None:
+        monkeypatch.setitem(gain.RULES, "cpu", Rule(**{"min_vocab": 0} | fields))
+
+    return put
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "unfused", "saved"),
+    [
+        (greedy, (h, W), WEIGHT + HIDDEN + 2 * LOGITS + TOKENS, 2 * LOGITS),
+        (race, (h, W), WEIGHT + HIDDEN + 5 * LOGITS + TOKENS, 5 * LOGITS),
+        (draw, (h, W), WEIGHT + HIDDEN + 7 * LOGITS + TOKENS, 7 * LOGITS),
+        # All positions are multiplied and written, one is read: the fused call reads one position's hidden states.
+        (last_position, (h3, W), WEIGHT + 5 * HIDDEN + 6 * LOGITS + TOKENS, 4 * HIDDEN + 6 * LOGITS),
+        (every_position, (h3, W), WEIGHT + 5 * HIDDEN + 10 * LOGITS + 5 * TOKENS, 10 * LOGITS),
+        # 60 ids are multiplied and written in vain.
+        (
+            sliced,
+            (h, W),
+            WEIGHT + HIDDEN + LOGITS * 260 // 160 + TOKENS,
+            4 * 60 * FEATURES + LOGITS * 260 // 160,
+        ),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+@pytest.mark.parametrize("dynamic", [None, "batch"])
+def test_bytes(fn, args, unfused, saved, dynamic):
+    record = the_record(fn, *args, dynamic=dynamic)
+    if dynamic:
+        assert record.bytes_saved.free_symbols == {traffic.BATCH}
+        batch = BATCH * LENGTH if fn is every_position else BATCH
+        assert record.bytes_saved.subs(traffic.BATCH, batch) == saved
+        assert record.bytes_unfused.subs(traffic.BATCH, batch) == unfused
+    else:
+        assert (record.bytes_saved, record.bytes_unfused) == (saved, unfused)
+
+
+def test_half_precision_moves_half_of_the_weight_and_of_the_logits():
+    record = the_record(greedy, h.bfloat16(), W.bfloat16())
+    assert 2 * (record.bytes_unfused - TOKENS) == WEIGHT + HIDDEN + 2 * LOGITS
+    assert 2 * record.bytes_saved == 2 * LOGITS
+
+
+def test_symbols_stay_where_nothing_is_known():
+    """The batch is static here and the length is not: rows of the product are no multiple of the rows sampled."""
+
+    def step(h, W):
+        torch._check(h.shape[0] == BATCH)
+        return last_position(h, W)
+
+    record = the_record(step, h3, W, dynamic="all")
+    assert traffic.ROWS in record.bytes_saved.free_symbols
+    assert traffic.BATCH not in record.bytes_saved.free_symbols
+    assert "a call" in str(record) and "R: rows of the unfused product" in str(record)
+
+
+def test_the_text_for_a_dynamic_batch_has_no_symbols_of_torch():
+    text = str(the_record(draw, h, W, dynamic="batch")).splitlines()[0]
+    assert text.endswith("-> flashsampling.sample  saves 4,480 bytes a row")
+    text = str(the_record(draw, h, W, dynamic="all")).splitlines()[0]
+    assert text.endswith("saves 28 bytes x V a row (V: vocabulary)")
+
+
+# -- the decision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [None, "batch", "all"])
+def test_smallest_vocabulary(rule, dynamic):
+    """A dynamic vocabulary is judged by the size it has in the call that is compiled."""
+    rule(min_vocab=VOCAB)
+    assert_fused(run_pass(draw, [h, W], options=Options(), dynamic=dynamic, execute=False), 1)
+    rule(min_vocab=VOCAB + 1)
+    miss = the_miss(draw, h, W, options=Options(), dynamic=dynamic)
+    assert miss.code == "SMALL_VOCAB"
+    assert "has 160 entries, fewer than 161" in miss.reason
+    assert "'flashsampling.min_vocab': 160" in miss.hint
+    assert_fused(run_pass(draw, [h, W], options=Options(min_vocab=VOCAB), dynamic=dynamic, execute=False), 1)
+
+
+@pytest.mark.parametrize("dynamic", [None, "batch", "all"])
+def test_largest_batch(rule, dynamic):
+    rule(max_batch=BATCH)
+    assert_fused(run_pass(draw, [h, W], options=Options(), dynamic=dynamic, execute=False), 1)
+    rule(max_batch=BATCH - 1)
+    miss = the_miss(draw, h, W, options=Options(), dynamic=dynamic)
+    assert miss.code == "NO_GAIN"
+    assert "4 rows are sampled, more than 3" in miss.reason
+    assert "'flashsampling.max_batch': 4" in miss.hint
+    assert_fused(run_pass(draw, [h, W], options=Options(max_batch=BATCH), dynamic=dynamic, execute=False), 1)
+
+
+def test_every_position_counts_as_a_row(rule):
+    rule(max_batch=BATCH * LENGTH - 1)
+    assert the_miss(every_position, h3, W, options=Options(), dynamic="batch").code == "NO_GAIN"
+    rule(max_batch=BATCH * LENGTH)
+    the_record(every_position, h3, W, options=Options(), dynamic="batch")
+
+
+@pytest.mark.parametrize("dynamic", [None, "batch", "all"])
+def test_past_the_largest_batch_what_is_saved_decides(rule, dynamic):
+    """Float32 greedy saves 8 bytes of each logit, a draw 28; a logit costs FEATURES multiply-adds."""
+    rule(max_batch=1, min_saving=20 / FEATURES)
+    the_record(draw, h, W, options=Options(), dynamic=dynamic)
+    assert the_miss(greedy, h, W, options=Options(), dynamic=dynamic).code == "NO_GAIN"
+    rule(max_batch=1, min_saving=8 / FEATURES)
+    the_record(greedy, h, W, options=Options(), dynamic=dynamic)
+    rule(max_batch=1, min_saving=29 / FEATURES)
+    assert the_miss(draw, h, W, options=Options(), dynamic=dynamic).code == "NO_GAIN"
+
+
+def test_sinks_of_one_linear_are_decided_together(rule):
+    """Greedy alone would not pay here; beside the draw, which pays, it costs nothing."""
+    rule(max_batch=1, min_saving=20 / FEATURES)
+    assert_fused(run_pass(drawn_and_greedy, [h, W], options=Options(), execute=False), 2)
+    rule(max_batch=1, min_saving=40 / FEATURES)
+    report = run_pass(drawn_and_greedy, [h, W], options=Options(), execute=False).report
+    assert [miss.code for miss in report.missed] == ["NO_GAIN", "NO_GAIN"]
+
+
+@pytest.mark.parametrize("dynamic", [None, "batch", "all"])
+def test_rows_that_are_not_sampled_pay(rule, dynamic):
+    """Unfused, every position is multiplied. A limit that the user sets is a limit all the same."""
+    rule(max_batch=1, min_saving=1e9)
+    the_record(last_position, h3, W, options=Options(), dynamic=dynamic)
+    assert the_miss(every_position, h3, W, options=Options(), dynamic=dynamic).code == "NO_GAIN"
+    options = Options(max_batch=1)
+    assert the_miss(last_position, h3, W, options=options, dynamic=dynamic).code == "NO_GAIN"
+
+
+def test_options_take_the_place_of_what_was_measured(rule):
+    rule(min_vocab=7, max_batch=8, min_saving=0.5)
+    assert Options().rule("cpu") == Rule(7, 8, 0.5)
+    assert Options(min_vocab=0).rule("cpu") == Rule(0, 8, 0.5)
+    assert Options(max_batch=9).rule("cpu") == Rule(7, 9, None)
+
+
+def test_measured_rules_set_no_limit_on_the_batch():
+    """No batch was measured at which a plain product and a sampler win."""
+    for device in ("cpu", "cuda"):
+        assert EVERY_SIZE.rule(device) == Rule(min_vocab=0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"min_saving": 20 / FEATURES}], ids=["plain", "by_saving"])
+@pytest.mark.parametrize(("batches", "fused"), [((4, 16, 3, 500), 1), ((500, 3, 16), 0)], ids=["below", "above"])
+def test_a_dynamic_batch_stays_dynamic(rule, fields, batches, fused):
+    """The graph decided on at the first batch serves the batches on the other side of the limit too."""
+    rule(max_batch=8, **fields)
+    reports = []
+
+    def backend(gm, inputs):
+        reports.append(Report())
+        return compile_graph(gm, inputs, None, {}, reports[-1])
+
+    torch._dynamo.reset()
+    step = torch.compile(greedy, backend=backend, dynamic=True, fullgraph=True)
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        for batch in batches:
+            assert step(torch.randn(batch, FEATURES), W).shape == (batch,)
+    assert [len(report.fused) for report in reports] == [fused]
+
+
+# -- sizes by themselves ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch_of_five():
+    """A dynamic size between 3 and 100 that is 5 in the call that is compiled."""
+    env = ShapeEnv()
+    source = ConstantSource("batch")
+    constraint = StrictMinMaxConstraint(vr=ValueRanges(3, 100), warn_only=False)
+    symbol = env.create_symbol(5, source, DimDynamic.DYNAMIC, constraint_dim=constraint)
+    return env.create_symintnode(symbol, hint=5, source=source)
+
+
+def decided(batch, limit, sharded, **fields) -> bool:
+    """Whether greedy float32 rows, ``batch`` of them, are fused under a limit."""
+    B, R, V, N, D = traffic.BATCH, traffic.ROWS, traffic.VOCAB, traffic.WIDTH, traffic.FEATURES
+    moved = traffic.Traffic(8 * B * V + D * V, D * V, {B: batch, R: batch, V: VOCAB, N: VOCAB, D: FEATURES})
+    try:
+        gain.check_batch(moved, Rule(0, limit, **fields), sharded, None)
+    except Miss:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bounds_decide_first(batch_of_five, sharded):
+    assert decided(batch_of_five, 100, sharded)
+    assert not decided(batch_of_five, 2, sharded)
+    assert batch_of_five.node.shape_env.guards == []
+
+
+def test_between_the_bounds_this_call_decides_unless_ranks_could_differ(batch_of_five):
+    assert decided(batch_of_five, 5, sharded=False)
+    assert not decided(batch_of_five, 4, sharded=False)
+    assert decided(batch_of_five, 4, sharded=True)
+    assert batch_of_five.node.shape_env.guards == []
+
+
+def test_sharded_savings_count_where_the_batch_cancels(batch_of_five):
+    saving = 8 / FEATURES
+    assert decided(batch_of_five, 2, sharded=True, min_saving=saving)
+    assert not decided(batch_of_five, 2, sharded=True, min_saving=2 * saving)
+
+
+def test_a_size_that_depends_on_data(rule):
+    """Nothing is known of the batch: the fusion has the benefit of the doubt, unless the bounds rule it out."""
+    size = ShapeEnv().create_unbacked_symint()
+    torch._check(size >= 3)
+    assert decided(size, 1000, sharded=False)
+    assert not decided(size, 2, sharded=False)
+    assert decided(size, 2, sharded=False, min_saving=8 / FEATURES)
