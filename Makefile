@@ -2,6 +2,7 @@
 # make test    set up, check style, run every test
 # make demo-tp shard that model's LM head over RANKS processes, decode, check that all agree
 # make lint    style only          make format   let ruff fix what it can
+# make idioms  rewrite README's table of idioms from the tests
 # make clean   remove everything that was made here
 #
 # The first run creates .venv and installs into it; later runs start at once.
@@ -23,7 +24,7 @@ TORCH_SPEC := $(VENV)/.torch
 # Threads that wait by spinning crawl when there are more of them than cores, as in parallel tests.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demo-tp test lint format setup clean always
+.PHONY: demo demo-tp test lint format idioms setup clean always
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/decode.py $(DEMO_ARGS)
@@ -41,6 +42,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+idioms: $(INSTALLED)
+	$(BIN)/python tests/idiom_table.py
 
 setup: $(INSTALLED)
 
