@@ -164,6 +164,13 @@ def test_records():
     assert report.graphs == 1
 
 
+def test_calls_by_hand_beside_a_sink():
+    report = run_pass(lambda h, W: (step(h, W), fs_inductor.linear_argmax(h, W)), [h, W]).report
+    assert [record.op for record in report.fused] == ["flashsampling.sample"]
+    assert [record.op for record in report.called] == ["flashsampling.argmax"]
+    assert str(report).startswith("flashsampling: 1 fused, 0 missed, 1 called by hand\n")
+
+
 def test_traffic_by_kind():
     """Greedy moves the least, a race spelled with noise less than multinomial, bfloat16 logits less than float32."""
     names = ("argmax", "race_like_logits", "plain", "float_copy")

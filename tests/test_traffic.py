@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import BATCH, EVERY_SIZE, FEATURES, LENGTH, VOCAB, assert_fused, run_pass
 from torch._dynamo.source import ConstantSource
 from torch._inductor import config as inductor_config
+from torch.distributed import _functional_collectives as collectives
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from fs_inductor import gain, traffic
@@ -230,6 +233,39 @@ def test_a_dynamic_batch_stays_dynamic(rule, fields, batches, fused):
         for batch in batches:
             assert step(torch.randn(batch, FEATURES), W).shape == (batch,)
     assert [len(report.fused) for report in reports] == [fused]
+
+
+# -- sharded vocabularies -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gathered():
+    """Greedy over the shards of two ranks, of which this process is the first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield lambda h, W: collectives.all_gather_tensor(F.linear(h, W), 1, dist.group.WORLD).argmax(-1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dynamic", [None, "batch"])
+def test_bytes_of_one_rank(gathered, dynamic):
+    """Half of the logits are written, read to be sent, and all of them written by the gather and read."""
+    record = the_record(gathered, h, W[::2], dynamic=dynamic)
+    saved, unfused = record.bytes_saved, record.bytes_unfused
+    if dynamic:
+        saved, unfused = saved.subs(traffic.BATCH, BATCH), unfused.subs(traffic.BATCH, BATCH)
+    assert saved == 3 * LOGITS
+    assert unfused == WEIGHT // 2 + HIDDEN + 3 * LOGITS + TOKENS
+
+
+def test_ranks_decide_by_what_they_share(gathered, rule):
+    """The vocabulary that counts is the whole one; a dynamic batch is left out, since the ranks' calls may differ."""
+    rule(min_vocab=VOCAB, max_batch=BATCH)
+    the_record(gathered, h, W[::2], options=Options())
+    rule(min_vocab=VOCAB + 1)
+    assert the_miss(gathered, h, W[::2], options=Options()).code == "SMALL_VOCAB"
+    rule(max_batch=BATCH - 1)
+    assert the_miss(gathered, h, W[::2], options=Options()).code == "NO_GAIN"
+    the_record(gathered, h, W[::2], options=Options(), dynamic="batch")
 
 
 # -- sizes by themselves ------------------------------------------------------------------------------------------
