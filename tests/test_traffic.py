@@ -216,6 +216,7 @@ def test_measured_rules_set_no_limit_on_the_batch():
         assert EVERY_SIZE.rule(device) == Rule(min_vocab=0)
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("fields", [{}, {"min_saving": 20 / FEATURES}], ids=["plain", "by_saving"])
 @pytest.mark.parametrize(("batches", "fused"), [((4, 16, 3, 500), 1), ((500, 3, 16), 0)], ids=["below", "above"])
 def test_a_dynamic_batch_stays_dynamic(rule, fields, batches, fused):
