@@ -224,8 +224,10 @@ def _not_one_call(group: list[Site]) -> Miss | None:
 
 def _no_gain(group: list[Site], options: Options) -> Miss | None:
     linear = group[0].linear.node
+    rule = options.rule(linear.meta["val"].device.type)
+    if rule.max_batch is None:
+        return None
     try:
-        rule = options.rule(linear.meta["val"].device.type)
         gain.check_batch(traffic.of(group), rule, group[0].gather is not None, linear)
     except Miss as miss:
         return miss
