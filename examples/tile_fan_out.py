@@ -41,11 +41,9 @@ def tile_fan_out(
 
     from torch.distributed import _symmetric_memory
 
-    from fs_inductor.kernels import gemm_sample
-    from fs_inductor.kernels.tiles import device_info, pick
+    from fs_inductor.kernels import autotune, gemm_sample
 
-    arch = device_info(hidden.device).arch
-    tiles = -(-capacity // pick(arch, hidden.dtype, rows, capacity, hidden.shape[1]).block_v)
+    tiles = -(-capacity // autotune.pick(gemm_sample.case_of(hidden, shard, False)).block_v)
     send, largest = _kernels()
     # Two boxes in turn: a fast rank's next words must not overwrite what a slow one still reads.
     boxes = [_symmetric_memory.empty(2, world, tiles, rows, dtype=torch.int64, device=hidden.device) for _ in range(2)]

@@ -30,8 +30,23 @@ class Rule:
 
 
 # Measured (README, Benchmarks): on a CPU, smaller heads pay for the many small calls of a chunk; on an H200, 1024 ids
-# lose to a compiled race by some microseconds, and 32,000 win, at every batch that was measured.
-RULES = {"cpu": Rule(min_vocab=50_000), "cuda": Rule(min_vocab=4096)}
+# lose to a compiled race by some microseconds, and 32,000 win, at every batch that was measured, which is up to 4096.
+# Float32 heads lose at every batch while torch keeps their products exact, and past some batch with TF32.
+RULES = {
+    "cpu": Rule(min_vocab=50_000),
+    "cuda": Rule(min_vocab=4096),
+    "cuda, float32": Rule(min_vocab=4096, max_batch=0),
+    "cuda, tf32": Rule(min_vocab=4096, max_batch=64),
+}
+
+
+def measured(device_type: str, dtype: torch.dtype) -> Rule:
+    """The rule for heads of ``dtype``, under torch's present precision of float32 products."""
+    if device_type == "cpu":
+        return RULES["cpu"]
+    if dtype != torch.float32:
+        return RULES["cuda"]
+    return RULES["cuda, tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "cuda, float32"]
 
 
 def check_vocab(vocab: Any, rule: Rule, sink: Node) -> None:
@@ -64,12 +79,14 @@ def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node) -> None
         saving = _number(traffic, traffic.saved / traffic.known(BATCH * VOCAB * FEATURES), by_hint=not sharded)
         if saving is None or saving >= rule.min_saving:
             return
-    raise Miss(
-        "NO_GAIN",
-        f"{_value(rows)} rows are sampled, more than {rule.max_batch}: a plain product and a sampler are faster there",
-        f"set options={{'flashsampling.max_batch': {_value(rows)}}} to fuse it all the same",
-        sink,
-    )
+    if rule.max_batch == 0:
+        why = "a plain float32 product and a sampler are faster on a GPU"
+        hint = "allow TF32 (torch.set_float32_matmul_precision('high')), keep the head in bf16, or "
+    else:
+        why = f"{_value(rows)} rows are sampled, more than {rule.max_batch}: a plain product and a sampler are faster"
+        hint = ""
+    override = f"set options={{'flashsampling.max_batch': {_value(rows)}}} to fuse it all the same"
+    raise Miss("NO_GAIN", why, hint + override, sink)
 
 
 def _number(traffic: Traffic, expression: sympy.Expr, by_hint: bool) -> float | None:

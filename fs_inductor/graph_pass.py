@@ -24,6 +24,7 @@ from .recognise.shapes import shape
 from .recognise.tails import SINK_TARGETS, Site, recognise
 from .report import Called, Fused, Missed, NotFusedError, Report, location_of
 from .rewrite import erase, rewrite
+from .tuning import tune_calls
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class FlashSamplingPass(CustomGraphPass):
         rewrap(graph, wrapped)
         if rewritten:
             graph.lint()
+            if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
+                tune_calls(graph)
         in_order = [sink for sink in found if sink in missed]
         self._record(called, [fused[sink] for sink in found if sink in fused], [(s, missed[s]) for s in in_order])
 
@@ -224,7 +227,8 @@ def _not_one_call(group: list[Site]) -> Miss | None:
 
 def _no_gain(group: list[Site], options: Options) -> Miss | None:
     linear = group[0].linear.node
-    rule = options.rule(linear.meta["val"].device.type)
+    operand = group[0].linear.left.meta["val"]
+    rule = options.rule(operand.device.type, operand.dtype)
     if rule.max_batch is None:
         return None
     try:

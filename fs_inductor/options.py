@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from .gain import RULES, Rule
+import torch
+
+from .gain import Rule, measured
 
 PREFIX = "flashsampling."
 
@@ -37,9 +39,9 @@ class Options:
     )
     tp: bool = _option(True, "FLASHSAMPLING_TP", "fuse LM heads whose vocabulary is sharded over ranks")
 
-    def rule(self, device_type: str) -> Rule:
-        """Which sites on ``device_type`` are worth fusing: the measured rule, with what is set here in its place."""
-        rule = RULES.get(device_type, RULES["cuda"])
+    def rule(self, device_type: str, dtype: torch.dtype = torch.bfloat16) -> Rule:
+        """Which heads of ``dtype`` are worth fusing: the measured rule, with what is set here in its place."""
+        rule = measured(device_type, dtype)
         if self.min_vocab is not None:
             rule = replace(rule, min_vocab=self.min_vocab)
         if self.max_batch is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .peers import MAX_WORLD, NOTHING, Block, Channel, ExchangeError, PeerMemory
+from .scratch import outside_pools
 
 __all__ = ["NOTHING", "Channel", "ExchangeError", "Group", "check", "describe", "group", "pack", "unpack"]
 
@@ -194,7 +195,7 @@ class Group:
             reasons.append(f"its ranks are on {len(hosts)} hosts")
         memory = None
         if not any(reasons):
-            memory = PeerMemory(self.world, lambda words: self._allocate(device, words))
+            memory = PeerMemory(self.world, lambda words: outside_pools(lambda: self._allocate(device, words)))
             try:
                 self._vote("access", _unreachable(device, {peer for _, _, peer in offers}))
                 memory.warm_up()
@@ -211,6 +212,7 @@ class Group:
         """A block that all ranks of the group can write to. After each step that may fail, the ranks compare notes."""
         from torch.distributed import _symmetric_memory
 
+        torch.cuda.set_device(device)  # of this thread
         reason, block = "", None
         try:
             tensor = _symmetric_memory.empty(words, dtype=torch.int64, device=device).zero_()

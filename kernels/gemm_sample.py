@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import scratch, tiles
+from . import autotune, scratch, tiles
 from .epilogue import Program, emit, operand_kinds
 from .exchange_triton import exchange_winners, world_block
 from .offers import best_key_of, group_mass, offer_argmax, offer_draw, read_best
@@ -295,7 +295,7 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     device = tiles.device_info(hidden.device)
     kinds, strides = operand_kinds(operands, num_rows, vocab)
     full = any(kind.shape == "full" for kind in kinds)
-    tile = config or tiles.pick(device.arch, hidden.dtype, num_rows, vocab, depth, full)
+    tile = config or autotune.pick(case_of(hidden, weight, full))
     shift = id_base % GROUP
     hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
     weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
@@ -320,7 +320,7 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
             HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype),
             SELECT=device.arch in ("sm_90", "cpu"), G=GROUP,
             BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, FLATTEN=flatten, HEAD=head,
-            WORLD=world, WORDS=exchange == "words", THREADS=32 * tile.num_warps, INTERPRET=_INTERPRET,
+            WORLD=world, WORDS=exchange == "words", THREADS=device.warp_size * tile.num_warps, INTERPRET=_INTERPRET,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )
     # fmt: on
@@ -331,6 +331,13 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     else:
         run()
     return out, greedy_out
+
+
+def case_of(hidden: Tensor, weight: Tensor, full: bool) -> tiles.Case:
+    """What the tile for a product is chosen by. full: whether the epilogue reads an operand of [B, V]."""
+    arch = tiles.device_info(hidden.device).arch
+    tf32 = hidden.dtype == torch.float32 and _precision(hidden.dtype) == "tf32"
+    return tiles.Case(arch, hidden.dtype, hidden.shape[0], *weight.shape, full, tf32)
 
 
 def _operand(x, tile, device, block_rows, shift):

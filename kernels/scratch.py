@@ -9,10 +9,15 @@ handed to other tensors between replays.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 BLOCK_WORDS = 1 << 16  # 512 KiB: some 250 captured calls at batch 256
 _STREAM_WORDS = 1 << 10  # the least a stream is given, so that growing batches do not each take new words
@@ -79,8 +84,6 @@ def _reserve(state: _Device, device: torch.device, count: int) -> None:
     if state.room >= count:
         return
 
-    # Allocation pools are routed by thread: a fresh one cannot be inside the pool that cudagraph trees give a
-    # warm-up run, from which these words, outliving the run, would be taken back.
     def allocate():
         block = torch.zeros(BLOCK_WORDS, dtype=torch.int64, device=device)
         if device.type == "cuda":
@@ -88,9 +91,17 @@ def _reserve(state: _Device, device: torch.device, count: int) -> None:
         state.blocks.append(block)
         state.used = 0
 
-    thread = threading.Thread(target=allocate)
-    thread.start()
-    thread.join()
+    outside_pools(allocate)
+
+
+def outside_pools(function: Callable[[], T]) -> T:
+    """`function()`, whose device memory may outlive a run that Inductor makes inside a CUDA-graph pool.
+
+    Cudagraph trees give a warm-up run a pool, and want back what was allocated there. Pools are routed by thread, so a
+    fresh one is outside of them; its current device is the default one.
+    """
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(function).result()
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,21 @@ class Tile:
             raise ValueError(f"block_v must be a multiple of the group size {GROUP}, not {self.block_v}")
 
 
+class Case(NamedTuple):
+    """What a tile is chosen by: a product of [batch, hidden] with [vocab, hidden] on `arch` (as in DeviceInfo).
+
+    full: whether the epilogue reads an operand of [batch, vocab]. tf32: whether float32 products may use it.
+    """
+
+    arch: str
+    dtype: torch.dtype
+    batch: int
+    vocab: int
+    hidden: int
+    full: bool = False
+    tf32: bool = False
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """arch: "sm_90", "gfx942", …, or "cpu" for the interpreter."""
@@ -39,6 +55,7 @@ class DeviceInfo:
     arch: str
     num_sms: int
     has_tma: bool
+    warp_size: int = 32
 
 
 @functools.lru_cache
@@ -47,7 +64,8 @@ def device_info(device: torch.device) -> DeviceInfo:
         return DeviceInfo("cpu", 2, True)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return DeviceInfo(properties.gcnArchName.split(":")[0], properties.multi_processor_count, False)
+        arch = properties.gcnArchName.split(":")[0]
+        return DeviceInfo(arch, properties.multi_processor_count, False, properties.warp_size)
     arch = f"sm_{properties.major}{properties.minor}"
     return DeviceInfo(arch, properties.multi_processor_count, properties.major >= 9)
 
@@ -57,9 +75,11 @@ _HOPPER_16 = {
     16: Tile(16, 128, 128, num_warps=4, num_stages=4),
     32: Tile(32, 128, 128, num_warps=4, num_stages=4),
     64: Tile(64, 128, 128, num_warps=4, num_stages=4),
-    128: Tile(128, 128, 64, num_warps=8, num_stages=5),
+    128: Tile(128, 128, 64, num_warps=8, num_stages=6),
     None: Tile(128, 256, 64, num_warps=8, num_stages=4, flatten=False),
 }
+# Long products hide what the wide tile's epilogue costs, and read the hidden states half as often.
+_HOPPER_16_LONG = _HOPPER_16 | {128: _HOPPER_16[None]}
 # With a [B, V] operand the epilogue outlasts the loads that are under way, and a second program fills the gap. At 64
 # rows that pays only while tiles are short: two programs leave each fewer loads ahead.
 _HOPPER_16_FULL = _HOPPER_16 | {16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2)}
@@ -76,27 +96,60 @@ _POINTER_16 = {
 }
 _SINGLE = {
     16: Tile(16, 128, 32, num_warps=4, num_stages=3, flatten=False),
+    None: Tile(64, 128, 16, num_warps=8, num_stages=4, flatten=False),
+}
+_SINGLE_TF32 = {
+    16: Tile(16, 128, 64, num_warps=4, num_stages=3, flatten=False),
     None: Tile(64, 128, 32, num_warps=8, num_stages=3, flatten=False),
+}
+# What else max_autotune tries.
+_MORE_16 = {
+    16: (Tile(16, 128, 128, num_warps=4, num_stages=5), Tile(16, 256, 64, num_warps=4, num_stages=5)),
+    32: (Tile(32, 128, 64, num_warps=4, num_stages=5, programs_per_sm=2),),
+    64: (Tile(64, 128, 64, num_warps=4, num_stages=8), Tile(64, 256, 64, num_warps=8, num_stages=4)),
+    128: (Tile(128, 128, 64, num_warps=8, num_stages=5), Tile(128, 256, 64, num_warps=8, num_stages=4)),
+    None: (Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),),
 }
 # The interpreter pays per program and per operation, not per lane.
 _INTERPRETER = {16: Tile(16, 512, 256, 4, 1), None: Tile(64, 512, 256, 4, 1)}
 
 
-@functools.lru_cache(maxsize=4096)
-def pick(arch: str, dtype: torch.dtype, batch: int, vocab: int, hidden: int, full: bool = False) -> Tile:
-    """The tile for a product of [batch, hidden] with [vocab, hidden] on `arch` (as in DeviceInfo).
+def pick(case: Case) -> Tile:
+    """The table's tile for `case`."""
+    return _fit(_of(_table(case), case.batch), case)
 
-    full: whether the epilogue reads an operand of [batch, vocab].
-    """
-    if arch == "cpu":
-        table = _INTERPRETER
-    elif dtype == torch.float32:
-        table = _SINGLE
-    elif arch in ("sm_90", "sm_100", "sm_103"):
-        table = _HOPPER_16
-        if full:
-            table = _HOPPER_16_FULL_SHORT if hidden < 3072 else _HOPPER_16_FULL
-    else:
-        table = _POINTER_16
-    tile = next(tile for limit, tile in table.items() if limit is None or batch <= limit)
-    return replace(tile, use_tma=False) if arch.startswith("gfx") else tile
+
+def candidates(case: Case) -> list[Tile]:
+    """Tiles worth measuring for `case`, the table's first."""
+    found = [pick(case)]
+    if case.arch != "cpu" and case.dtype != torch.float32:
+        tables = (_HOPPER_16, _HOPPER_16_LONG, _HOPPER_16_FULL, _HOPPER_16_FULL_SHORT)
+        others = [_of(table, case.batch) for table in (tables if case.arch.startswith("sm_") else ())]
+        others += [_of(_POINTER_16, case.batch), *_of(_MORE_16, case.batch)]
+        found += [_fit(tile, case) for tile in others]
+    return list(dict.fromkeys(found))
+
+
+def bucket(batch: int) -> int:
+    """The largest batch that shares a tile with `batch`; 0 for those beyond the tables."""
+    return next((limit for limit in (16, 32, 64, 128) if batch <= limit), 0)
+
+
+def _table(case: Case) -> dict[int | None, Tile]:
+    if case.arch == "cpu":
+        return _INTERPRETER
+    if case.dtype == torch.float32:
+        return _SINGLE_TF32 if case.tf32 else _SINGLE
+    if case.arch not in ("sm_90", "sm_100", "sm_103"):
+        return _POINTER_16
+    if case.full:
+        return _HOPPER_16_FULL_SHORT if case.hidden < 3072 else _HOPPER_16_FULL
+    return _HOPPER_16 if case.hidden <= 5120 else _HOPPER_16_LONG
+
+
+def _of(table, batch: int):
+    return next(tile for limit, tile in table.items() if limit is None or batch <= limit)
+
+
+def _fit(tile: Tile, case: Case) -> Tile:
+    return replace(tile, use_tma=False) if case.arch.startswith("gfx") else tile

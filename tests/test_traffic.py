@@ -210,10 +210,25 @@ def test_options_take_the_place_of_what_was_measured(rule):
     assert Options(max_batch=9).rule("cpu") == Rule(7, 9, None)
 
 
-def test_measured_rules_set_no_limit_on_the_batch():
-    """No batch was measured at which a plain product and a sampler win."""
-    for device in ("cpu", "cuda"):
-        assert EVERY_SIZE.rule(device) == Rule(min_vocab=0)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_measured_rules_limit_the_batch_of_float32_on_gpus_only(dtype):
+    assert EVERY_SIZE.rule("cpu", dtype) == Rule(min_vocab=0)
+    limits = {}
+    try:
+        for precision in ("high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            limits[precision] = EVERY_SIZE.rule("cuda", dtype).max_batch
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert limits == ({"highest": 0, "high": 64} if dtype == torch.float32 else {"highest": None, "high": None})
+    assert Options(max_batch=7).rule("cuda", torch.float32).max_batch == 7
+
+
+def test_exact_float32_on_a_gpu_is_told_what_to_do(rule):
+    rule(max_batch=0)
+    miss = the_miss(draw, h, W, options=Options())
+    assert miss.code == "NO_GAIN" and "float32" in miss.reason
+    assert "set_float32_matmul_precision('high')" in miss.hint and "'flashsampling.max_batch': 4" in miss.hint
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
