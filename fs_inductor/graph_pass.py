@@ -17,11 +17,11 @@ from torch.fx import Graph, Node
 from . import gain, traffic
 from .options import Options
 from .recognise.dtensor_random import rewrap, unwrap
-from .recognise.escape import escape_miss
 from .recognise.gather import GatherStep
 from .recognise.miss import Miss
 from .recognise.shapes import shape
 from .recognise.tails import SINK_TARGETS, Site, recognise
+from .recognise.together import Group, group_sites
 from .report import Called, Fused, Missed, NotFusedError, Report, location_of
 from .rewrite import erase, rewrite
 from .tuning import tune_calls
@@ -45,22 +45,31 @@ class FlashSamplingPass(CustomGraphPass):
         found = {sink: result for sink, result in found.items() if result is not None}
         missed = {sink: miss for sink, miss in found.items() if isinstance(miss, Miss)}
         sites = [site for site in found.values() if isinstance(site, Site)]
-        groups, escaped = check_together(sites, set(found), self.options)
+        try:
+            groups, escaped = group_sites(sites, set(found))
+        except Exception as error:
+            log.exception("comparing the sites failed")
+            groups, escaped = [], dict.fromkeys((site.sink for site in sites), _internal(error))
         missed |= escaped
+        for group in groups:
+            miss = _no_gain(group, self.options)
+            if miss is not None:
+                missed |= dict.fromkeys((site.sink for site in group.sites), miss)
+        groups = [group for group in groups if group.sites[0].sink not in missed]
         fused: dict[Node, Fused] = {}
         rewritten: list[Site] = []
         replaced: dict[Node, Node] = {}
         for group in groups:
             try:
-                call = rewrite(graph, group, replaced)
+                calls = rewrite(graph, group, replaced)
             except Exception as error:
                 if not isinstance(error, Miss):
-                    log.exception("rewriting %s failed", group[0].sink)
+                    log.exception("rewriting %s failed", group.sites[0].sink)
                 miss = error if isinstance(error, Miss) else _internal(error)
-                missed |= {site.sink: miss for site in group}
+                missed |= {site.sink: miss for site in group.sites}
                 continue
-            rewritten += group
-            fused |= {site.sink: _fused_record(site, call) for site in group}
+            rewritten += group.sites
+            fused |= {site.sink: _fused_record(site, calls[site]) for site in group.sites}
         if rewritten:
             erase(graph, rewritten)
         rewrap(graph, wrapped)
@@ -174,65 +183,17 @@ def check(site: Site, options: Options) -> None:
     gain.check_vocab(vocab, options.rule(device), site.sink)
 
 
-def check_together(sites: list[Site], sinks: set[Node], options: Options) -> tuple[list[list[Site]], dict[Node, Miss]]:
-    """What concerns all the sites of one linear: one op call must serve them all, and nobody else may need the logits.
-
-    sinks: all sampling ops of the graph, in ``sites`` or not.
-    Returns the groups of sites that stay, and a Miss for each site that does not.
-    """
-    heads: dict[Node, list[Site]] = {}
-    for site in sites:
-        heads.setdefault(site.linear.node, []).append(site)
-    groups: list[list[Site]] = []
-    missed: dict[Node, Miss] = {}
-    for group in heads.values():
-        miss = _escape(group, sinks) or _not_one_call(group) or _no_gain(group, options)
-        if miss is None:
-            groups.append(group)
-        else:
-            missed |= {site.sink: miss for site in group}
-    return groups, missed
-
-
-def _escape(group: list[Site], sinks: set[Node]) -> Miss | None:
-    covered = set().union(*(site.nodes for site in group))
-    ends = {node for site in group for node in (site.sink, site.output)}
-    vocab = shape(group[0].sink.args[0])[group[0].sink_dim]
-    return escape_miss([group[0].linear], covered, ends, vocab, sinks)
-
-
-def _not_one_call(group: list[Site]) -> Miss | None:
-    """Several sinks of one linear are fused only where one kernel call serves them: twice would multiply twice."""
-    rows = {(site.linear_dim, site.path, site.sink_dim) for site in group}
-    draws = {(site.program, tuple(site.operands)) for site in group if site.draws}
-    greedy = {(site.program, tuple(site.operands)) for site in group if not site.draws}
-    noise = [node for site in group for node in site.noise]
-    if len(rows) > 1:
-        what = "sample different rows or slices of it"
-    elif len(draws) > 1 or len(greedy) > 1:
-        what = "process its logits differently"
-    elif len(noise) != len(set(noise)):
-        what = "share one noise tensor, so their draws are not independent"
-    elif draws and greedy and group[0].gather is not None:
-        what = "are both greedy and drawn, which a sharded vocabulary does not support yet"
-    else:
-        return None
-    return Miss(
-        "LOGITS_ESCAPE",
-        f"{len(group)} sinks share this linear and {what}, so one kernel call cannot serve them all",
-        "sample once per linear, or give the sinks the same rows, temperature and masks",
-        group[0].linear.node,
-    )
-
-
-def _no_gain(group: list[Site], options: Options) -> Miss | None:
-    linear = group[0].linear.node
-    operand = group[0].linear.left.meta["val"]
+def _no_gain(group: Group, options: Options) -> Miss | None:
+    """The miss for a group that would not pay at the batch it is compiled for."""
+    linear = group.sites[0].linear.node
+    operand = group.sites[0].linear.left.meta["val"]
     rule = options.rule(operand.device.type, operand.dtype)
     if rule.max_batch is None:
         return None
+    one_call = len(group.calls) == 1
     try:
-        gain.check_batch(traffic.of(group), rule, group[0].gather is not None, linear)
+        for sites in [group.sites] if one_call else [[site] for site in group.sites]:
+            gain.check_batch(traffic.of(sites), rule, sites[0].gather is not None, linear)
     except Miss as miss:
         return miss
     return None
@@ -269,6 +230,7 @@ def _fused_record(site: Site, call: Node) -> Fused:
         int(saved) if saved.is_Integer else saved,
         int(unfused) if unfused.is_Integer else unfused,
         _exchange(site.gather, hidden.device) if site.gather is not None else "",
+        len(site.heads),
     )
 
 

@@ -23,6 +23,7 @@ class Fused:
     bytes_saved: memory traffic avoided per call, in bytes: an int, or where sizes are dynamic a sympy expression of
         the sizes in ``fs_inductor.traffic.MEANING``. bytes_unfused: all traffic of the unfused head and sampling.
     exchange: how the ranks of a sharded vocabulary agree on the winners, in words; empty for a whole vocabulary.
+    heads: how many stacked heads the sink samples, with a call of the op for each.
     """
 
     sink: str
@@ -32,10 +33,12 @@ class Fused:
     bytes_saved: int | sympy.Expr
     bytes_unfused: int | sympy.Expr
     exchange: str = ""
+    heads: int = 1
 
     def __str__(self) -> str:
+        times = f" for each of {self.heads} heads" if self.heads > 1 else ""
         lines = [
-            f"fused   {self.sink} -> {self.op}  saves {_amount(self.bytes_saved, self.bytes_unfused)}",
+            f"fused   {self.sink} -> {self.op}{times}  saves {_amount(self.bytes_saved, self.bytes_unfused)}",
             f"at {self.location}",
             f"epilogue: {self.epilogue or '(none)'}",
         ]

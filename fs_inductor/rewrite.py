@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .recognise.gather import GatherStep
+from .recognise.heads import Place
 from .recognise.miss import Miss
 from .recognise.program import Operand
 from .recognise.shapes import ShapeStep, rank, same, shape, size_of
 from .recognise.tails import Site
+from .recognise.together import Group
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -58,8 +61,8 @@ class SiteBuilder:
         self.replaced = replaced
         # images[k]: the hidden states after the first k shape ops of the path, D in the vocabulary's place.
         self.images = [site.linear.hidden(site.linear_dim)]
-        for step in site.path:
-            self.images.append(step.replay(self.call, self.images[-1], spans_vocab=False))
+        for level in range(len(site.path)):
+            self.images.append(self._replay(level, self.images[-1], spans_vocab=False))
 
     def hidden(self) -> Node:
         """``[B, D]``, a row for each row of the sink's input."""
@@ -74,15 +77,13 @@ class SiteBuilder:
         """Size of the whole vocabulary, padding of a sharded one excluded."""
         return shape(self.site.sink.args[0])[self.site.sink_dim]
 
-    def operands(self, operands: list[Operand]) -> list[Node]:
-        return [self._operand(operand) for operand in operands]
-
     def shape_like_sink(self, tokens: Node) -> Node:
         """The op's ``[B]`` (greedy) or ``[B, n]`` (draws) result in the shape of the graph's own."""
         site = self.site
         want = site.output.meta["val"].shape
         have = shape(tokens)
-        if len(want) == len(have) and all(same(a, b) for a, b in zip(want, have, strict=True)):
+        whole = self._place(len(site.path)) is None
+        if whole and len(want) == len(have) and all(same(a, b) for a, b in zip(want, have, strict=True)):
             return tokens
         sizes: list[Any] = []
         if not want:
@@ -98,6 +99,24 @@ class SiteBuilder:
                 elif keepdim:
                     sizes.append(1)
         return self.call(aten.reshape.default, tokens, sizes)
+
+    # -- steps of the path --------------------------------------------------------------------------------------------
+
+    def _place(self, level: int) -> Place | None:
+        """Where the sink's heads lie after the first ``level`` steps of the path, if it has several there."""
+        return self.site.stack.places[level] if self.site.stack is not None else None
+
+    def _replay(self, level: int, x: Node, spans_vocab: bool) -> Node:
+        """Step number ``level`` of the path on ``x``, which has this head's part of what the graph has."""
+        step, before, after = self.site.path[level], self._place(level), self._place(level + 1)
+        if before is not None and after is None:
+            return self.call(aten.select.int, x, before.dim, 0)
+        if after is None:
+            return step.replay(self.call, x, spans_vocab)
+        size = shape(step.node)[after.dim]
+        return step.replay(
+            self.call, x, spans_vocab, (after.dim, size // self.site.stack.heads if isinstance(size, int) else -1)
+        )
 
     # -- tensors in the place of the logits -------------------------------------------------------------------------
 
@@ -119,7 +138,8 @@ class SiteBuilder:
                 x = self.call(aten.slice.Tensor, x, dim, *step.bounds())
         return x
 
-    def _operand(self, operand: Operand) -> Node:
+    def operand(self, operand: Operand) -> Node:
+        """A tensor broadcastable to ``[B, V]``, a row for each row of `hidden`."""
         level = len(self.site.path) - len(operand.path)
         # The token of another head may be an operand here, and that head may have been rewritten already.
         node = self._mask(operand, level) if operand.scatter else self.replaced.get(operand.node, operand.node)
@@ -132,6 +152,8 @@ class SiteBuilder:
             # A Python float that Dynamo turned into a 0-d CPU tensor: a kernel cannot follow a host pointer.
             node = self.call(prims.device_put.default, node, device)
         lead = operand.rank - rank(node)
+        if self._place(level) is not None:
+            node = self._narrow(node, self._place(level), lead)
         sizes = shape(node)
         vocab = operand.dim - lead
         spans_vocab = vocab >= 0 and not same(sizes[vocab], 1)
@@ -143,10 +165,33 @@ class SiteBuilder:
             return self._slice_vocab(node, 0, operand.path)
         if operand.path or operand.rank != 2 or lead:
             node = self._expand_rows(node, operand, level)
-        for step in operand.path:
+        for i, step in enumerate(operand.path, start=level):
             spans_vocab = spans_vocab and not isinstance(step, GatherStep)
-            node = step.replay(self.call, node, spans_vocab)
+            node = self._replay(i, node, spans_vocab)
         return self._rows(node)
+
+    def _narrow(self, node: Node, place: Place, lead: int) -> Node:
+        """This head's part of an operand: heads lie along ``place`` where the operand has all of them."""
+        dim, head, heads = place.dim - lead, self.site.stack.head, self.site.stack.heads
+        if dim < 0 or same(shape(node)[dim], 1):
+            return node
+        if same(place.inner, 1):
+            return self.call(aten.slice.Tensor, node, dim, head, sys.maxsize, heads)
+        if isinstance(place.inner, int):
+            apart = [-1, heads, place.inner]
+        elif same(shape(node)[dim], heads * place.inner):
+            apart = [1, heads, -1]
+        else:
+            raise Miss(
+                "LAYOUT",
+                f"the heads' parts of {node.target} cannot be told apart",
+                "stack the heads along a dimension of their own",
+                node,
+            )
+        sizes = [size_of(self.call, node, d) for d in range(rank(node))]
+        parts = self.call(aten.reshape.default, node, [*sizes[:dim], *apart, *sizes[dim + 1 :]])
+        part = self.call(aten.select.int, parts, dim + 1, head)
+        return self.call(aten.reshape.default, part, [*sizes[:dim], -1, *sizes[dim + 1 :]])
 
     def _expand_rows(self, node: Node, operand: Operand, level: int) -> Node:
         """All row dimensions in full, so that the shape ops apply; the vocabulary dimension stays as it is."""
@@ -211,12 +256,17 @@ class SiteBuilder:
         return self.call(aten.full.default, [], True, dtype=torch.bool, device=device, pin_memory=False)
 
     def _false_like(self, level: int, dim: int, vocab: Any) -> Node:
-        image = self.images[level]
-        return self._false([vocab if d == dim else size_of(self.call, image, d) for d in range(rank(image))])
+        image, place = self.images[level], self._place(level)
+        sizes = [vocab if d == dim else size_of(self.call, image, d) for d in range(rank(image))]
+        if place is not None:  # indices count the rows of all heads
+            heads = self.site.stack.heads
+            known = isinstance(sizes[place.dim], int)
+            sizes[place.dim] = sizes[place.dim] * heads if known else self.call(operator.mul, sizes[place.dim], heads)
+        return self._false(sizes)
 
 
-def rewrite(graph: Graph, group: list[Site], replaced: dict[Node, Node]) -> Node:
-    """Replaces the sites of ``group``, which share their linear, by one op call and returns the call.
+def rewrite(graph: Graph, group: Group, replaced: dict[Node, Node]) -> dict[Site, Node]:
+    """Replaces the sites of ``group`` by op calls, and returns for each site the call that serves its first head.
 
     Draws of one program become the columns of one ``sample``; greedy sinks beside them make it ``sample_and_argmax``.
     ``replaced`` maps the outputs of sites that have been rewritten to what took their place; ours are added.
@@ -225,81 +275,123 @@ def rewrite(graph: Graph, group: list[Site], replaced: dict[Node, Node]) -> Node
         Miss: an operand cannot be built, or the sites depend on each other; the graph is as it was.
     """
     _check_independent(group)
-    ops = torch.ops.flashsampling
-    draws = [site for site in group if site.draws]
-    greedy = [site for site in group if not site.draws]
     order = {node: i for i, node in enumerate(graph.nodes)}
-    editor = GraphEditor(graph, min((site.output for site in group), key=order.__getitem__))
+    editor = GraphEditor(graph, min((site.output for site in group.sites), key=order.__getitem__))
+    calls: dict[Site, Node] = {}
+    tokens: dict[Site, Node] = {}
     try:
-        builder = SiteBuilder(editor, group[0], replaced)
-        hidden, weight = builder.hidden(), builder.weight()
-        program, operands, greedy_program = _merge_programs(draws, greedy)
-        tensors = builder.operands(operands)
-        total = sum(site.draws for site in draws)
-        if draws:
-            # One seed a call: drawn on the device inside the graph, so that manual_seed reproduces and replays differ.
-            seed = editor.call(prims.inductor_seed.default, hidden.meta["val"].device)
-        gather = group[0].gather
-        if gather is not None:
-            shard = (builder.vocab(), gather.capacity, gather.group)
-            if draws:
-                args = (hidden, weight, seed, tensors, program, total, *shard)
-                call = drawn = editor.call(ops.sample_sharded.default, *args)
-            else:
-                call = best = editor.call(ops.argmax_sharded.default, hidden, weight, tensors, greedy_program, *shard)
-        elif draws and greedy:
-            args = (hidden, weight, seed, tensors, program, greedy_program, total)
-            call = editor.call(ops.sample_and_argmax.default, *args)
-            drawn, best = (editor.call(operator.getitem, call, i) for i in (0, 1))
-        elif draws:
-            call = drawn = editor.call(ops.sample.default, hidden, weight, seed, tensors, program, total)
-        else:
-            call = best = editor.call(ops.argmax.default, hidden, weight, tensors, greedy_program)
-        results = [(site, SiteBuilder(editor, site, replaced).shape_like_sink(best)) for site in greedy]
-        first = 0
-        for site in draws:
-            mine = drawn
-            if site.draws != total:
-                mine = editor.call(aten.slice.Tensor, drawn, 1, first, first + site.draws)
-                # Eager's results are tensors of their own, not strided parts of one.
-                mine = editor.call(aten.clone.default, mine, memory_format=torch.contiguous_format)
-            first += site.draws
-            if site.sink.target is not aten.multinomial.default:
-                mine = editor.call(aten.select.int, mine, 1, 0)
-            results.append((site, SiteBuilder(editor, site, replaced).shape_like_sink(mine)))
-        for site, result in results:
+        for heads in group.calls:
+            call, results = _call(editor, heads, replaced)
+            calls |= dict.fromkeys(heads, call)
+            tokens |= results
+        together = {site: _stack(editor, site, [tokens[head] for head in site.heads]) for site in group.sites}
+        for site, result in together.items():
             _check_like(site.output, result)
     except Exception:
         editor.undo()
         raise
-    for site, result in results:
+    for site, result in together.items():
         site.output.replace_all_uses_with(result)
         replaced[site.output] = result
     # Operands of a later sink may stand below the place of the first.
     stable_topological_sort(graph)
-    return call
+    return {site: calls[site] for site in group.sites}
 
 
-def _check_independent(group: list[Site]) -> None:
+def _call(editor: GraphEditor, heads: list[Site], replaced: dict[Node, Node]) -> tuple[Node, dict[Site, Node]]:
+    """One op call for ``heads``, and the tokens of each in the shape of its sink's rows."""
+    ops = torch.ops.flashsampling
+    draws = [site for site in heads if site.draws]
+    greedy = [site for site in heads if not site.draws]
+    builder = SiteBuilder(editor, heads[0], replaced)
+    hidden, weight = builder.hidden(), builder.weight()
+    program, operands, greedy_program = _merge_programs(draws, greedy)
+    # A greedy sink may have reshaped the rows in a way of its own.
+    builders = {site: builder if site is heads[0] else SiteBuilder(editor, site, replaced) for site in heads}
+    owners = [next(site for site in heads if operand in site.operands) for operand in operands]
+    tensors = [builders[site].operand(operand) for site, operand in zip(owners, operands, strict=True)]
+    total = sum(site.draws for site in draws)
+    if draws:
+        # One seed a call: drawn on the device inside the graph, so that manual_seed reproduces and replays differ.
+        seed = editor.call(prims.inductor_seed.default, hidden.meta["val"].device)
+    gather = heads[0].gather
+    if gather is not None:
+        shard = (builder.vocab(), gather.capacity, gather.group)
+        if draws:
+            args = (hidden, weight, seed, tensors, program, total, *shard)
+            call = drawn = editor.call(ops.sample_sharded.default, *args)
+        else:
+            call = best = editor.call(ops.argmax_sharded.default, hidden, weight, tensors, greedy_program, *shard)
+    elif draws and greedy:
+        args = (hidden, weight, seed, tensors, program, greedy_program, total)
+        call = editor.call(ops.sample_and_argmax.default, *args)
+        drawn, best = (editor.call(operator.getitem, call, i) for i in (0, 1))
+    elif draws:
+        call = drawn = editor.call(ops.sample.default, hidden, weight, seed, tensors, program, total)
+    else:
+        call = best = editor.call(ops.argmax.default, hidden, weight, tensors, greedy_program)
+    results = {site: builders[site].shape_like_sink(best) for site in greedy}
+    first = 0
+    for site in draws:
+        mine = drawn
+        if site.draws != total:
+            mine = editor.call(aten.slice.Tensor, drawn, 1, first, first + site.draws)
+            # Eager's results are tensors of their own, not strided parts of one.
+            mine = editor.call(aten.clone.default, mine, memory_format=torch.contiguous_format)
+        first += site.draws
+        if site.sink.target is not aten.multinomial.default:
+            mine = editor.call(aten.select.int, mine, 1, 0)
+        results[site] = builders[site].shape_like_sink(mine)
+    return call, results
+
+
+def _stack(editor: GraphEditor, site: Site, tokens: list[Node]) -> Node:
+    """The tokens of all heads of a sink, in its own order."""
+    if len(tokens) == 1:
+        return tokens[0]
+    place = site.stack.places[-1]
+    sampled = shape(site.sink.args[0])
+    removed = rank(site.output) < len(sampled) and site.sink_dim < place.dim
+    dim = place.dim - removed
+    if same(sampled[place.dim], len(tokens) * place.inner):
+        return editor.call(aten.cat.default, tokens, dim)
+    sizes = [size_of(editor.call, tokens[0], d) for d in range(rank(tokens[0]))]
+    before, after = sizes[:dim], sizes[dim + 1 :]
+    if same(place.inner, 1):
+        apart = [editor.call(aten.unsqueeze.default, t, dim + 1) for t in tokens]
+    elif isinstance(place.inner, int):
+        apart = [editor.call(aten.reshape.default, t, [*before, -1, 1, place.inner, *after]) for t in tokens]
+    else:
+        raise Miss(
+            "LAYOUT",
+            "the rows of the stacked heads are mixed in a way that is not known at compile time",
+            "stack the heads along a dimension of their own",
+            site.sink,
+        )
+    return editor.call(aten.reshape.default, editor.call(aten.cat.default, apart, dim + 1), [*before, -1, *after])
+
+
+def _check_independent(group: Group) -> None:
     """Raise a Miss where one call for all sites would need a token of its own to be computed."""
-    if len(group) == 1:
+    sites = group.sites
+    if len(sites) == 1:
         return
     reached: set[Node] = set()
-    stack = [site.output for site in group]
+    stack = [site.output for site in sites]
     while stack:
         for user in stack.pop().users:
             if user not in reached:
                 reached.add(user)
                 stack.append(user)
-    for site in group:
+    for site in (head for sink in sites for head in sink.heads):
         inputs = {site.linear.left, site.linear.right}
         for operand in site.operands:
             inputs.update(operand.node.all_input_nodes if operand.scatter else [operand.node])
-        outputs = {other.output for other in group}
+        outputs = {other.output for other in sites}
         if inputs & (reached | outputs) - site.nodes:
             raise Miss(
                 "LOGITS_ESCAPE",
-                f"{len(group)} sinks share this linear and depend on each other: one kernel call cannot serve them all",
+                f"{len(sites)} sinks share this linear and depend on each other: one kernel call cannot serve them all",
                 "sample once per linear, or multiply again for the second sample",
                 site.linear.node,
             )
@@ -330,7 +422,7 @@ def _merge_programs(draws: list[Site], greedy: list[Site]) -> tuple[str, list[Op
 
 def erase(graph: Graph, sites: list[Site]) -> None:
     """Erases what rewritten sites left behind; random ops would survive dead-code elimination."""
-    dead = set().union(*(site.nodes for site in sites))
+    dead = set().union(*(head.nodes for site in sites for head in site.heads))
     for node in reversed(graph.nodes):
         if node in dead and not node.users:
             graph.erase_node(node)

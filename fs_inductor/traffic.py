@@ -76,9 +76,11 @@ def of(sites: Sequence[Site]) -> Traffic:
     weight_bytes = site.linear.left.meta["val"].dtype.itemsize
     logit_bytes = product.meta["val"].dtype.itemsize
     tokens = sum(BATCH * max(each.draws, 1) * TOKEN_BYTES for each in sites)
-    unfused = (WIDTH + ROWS) * FEATURES * weight_bytes + ROWS * WIDTH * logit_bytes + tokens
+    # Stacked heads may have linears of their own; each head is a call that reads its part of a weight.
+    linears = len({head.linear.node for head in site.heads})
+    unfused = linears * ((WIDTH + ROWS) * FEATURES * weight_bytes + ROWS * WIDTH * logit_bytes) + tokens
     unfused += sum(sampling(each.draws, logit_bytes, row_noise=bool(each.noise)) for each in sites)
-    own = VOCAB
+    own = VOCAB * len(site.heads)
     if site.gather is not None:
         own = WIDTH
         unfused += BATCH * (WIDTH + VOCAB) * logit_bytes  # the gather reads one share and writes all of them

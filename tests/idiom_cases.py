@@ -25,6 +25,7 @@ class Case:
     """One spelling. idiom: its number in the catalogue, which the table in README.md lists by.
 
     kind: greedy, draw, or mixed (both from one linear); fused: how many sinks it has.
+    heads: how many calls of our ops they become; head_rows: which rows of the sink, and of ``logits``, a head has.
     """
 
     name: str
@@ -35,6 +36,11 @@ class Case:
     logits: Callable | None
     fused: int = 1
     offset: int = 0
+    heads: int = 1
+    head_rows: Callable | None = None
+
+    def rows_of(self, head: int) -> Any:
+        return slice(head, None, self.heads) if self.head_rows is None else self.head_rows(head)
 
 
 CASES: dict[str, Case] = {}

@@ -12,6 +12,7 @@ from support import BATCH, FEATURES, VOCAB
 from torch.nn import functional as F
 
 INF = math.inf
+W2 = exact(torch.Generator().manual_seed(1), 2 * VOCAB, FEATURES)
 
 
 @dataclass(frozen=True)
@@ -473,20 +474,79 @@ def argmax_of_everything(h, W):
     return F.linear(h, W).argmax()
 
 
-@miss("LAYOUT", "aten.view", h3, W)
+@miss("LAYOUT", "or of the rows", h3, W)
 def argmax_over_positions(h, W):
     return F.linear(h, W).argmax(1)
 
 
-@miss("LAYOUT", "vocabulary", h, exact(torch.Generator().manual_seed(1), 2 * VOCAB, FEATURES), idiom=18)
-def stacked_codebooks(h, W):
-    logits = F.linear(h, W).view(BATCH, 2, VOCAB)
-    return logits.reshape(-1, VOCAB).softmax(-1).multinomial(1)
+@miss("LAYOUT", "aten.bmm", exact(torch.Generator().manual_seed(1), BATCH, 2, FEATURES), torch.stack([W, W.flip(0)]))
+def product_of_a_batch_of_weights(h, W):
+    return torch.einsum("bkd,kvd->bkv", h, W).argmax(-1)
 
 
-@miss("LAYOUT", "vocabulary", h, torch.stack([W, W.flip(0)]))
-def product_of_a_stacked_batch(h, W):
-    return torch.einsum("bd,kvd->kbv", h, W).argmax(-1)
+@miss("LAYOUT", "vocabulary", h, W2)
+def codebooks_interleaved(h, W):
+    return F.linear(h, W).view(-1, VOCAB, 2).argmax(1)
+
+
+@miss("LAYOUT", "vocabulary", h, torch.cat([W2, W2]))
+def codebooks_in_two_dimensions(h, W):
+    return F.linear(h, W).view(2 * BATCH, 2, VOCAB).softmax(-1).view(-1, VOCAB).multinomial(1)
+
+
+@miss("LAYOUT", "one of 80 parts", h, W)
+def many_small_parts(h, W):
+    return F.linear(h, W).view(-1, 80, 2).argmax(-1)
+
+
+@miss("LAYOUT", "takes stacked heads apart", h, W2)
+def codebooks_reordered(h, W):
+    return F.linear(h, W).view(-1, 2, VOCAB)[:, [1, 0]].argmax(-1)
+
+
+@miss("LAYOUT", "takes stacked heads apart", h, torch.cat([W2, W2]))
+def codebooks_left_out(h, W):
+    return F.linear(h, W).view(-1, 4, VOCAB)[:, 1:].argmax(-1)
+
+
+@miss("EPILOGUE_OP", "aten.sum.dim_IntList over", h, W2)
+def codebooks_added(h, W):
+    return F.linear(h, W).view(-1, 2, VOCAB).sum(1).argmax(-1)
+
+
+@miss("LAYOUT", "broadcast", h, W2)
+def codebooks_less_their_maximum(h, W):
+    logits = F.linear(h, W).view(-1, 2, VOCAB)
+    return (logits - logits.amax(1, keepdim=True)).argmax(-1)
+
+
+@miss("NO_LINEAR", "no linear layer", h, W, exact(torch.Generator().manual_seed(1), BATCH, VOCAB))
+def codebook_from_elsewhere(h, W, given):
+    return torch.stack([F.linear(h, W), given], 1).argmax(-1)
+
+
+@miss("EPILOGUE_OP", "aten.cat", h3, W)
+def positions_stacked(h, W):
+    logits = F.linear(h, W)
+    return torch.stack([logits[:, -1], logits[:, 0]], 1).argmax(-1)
+
+
+@miss("NOISE", "broadcast", h, W2)
+def noise_shared_by_codebooks(h, W):
+    logits = F.linear(h, W).view(-1, 2, VOCAB)
+    return (logits + gumbel_like(logits[:, :1])).argmax(-1)
+
+
+@miss("PROBS_ESCAPE", "the logits are also returned", h, W2, W)
+def logits_of_one_codebook_returned(h, W, V):
+    one, other = F.linear(h, V), F.linear(h, W[:VOCAB])
+    return torch.stack([one, other], 1).view(-1, VOCAB).softmax(-1).multinomial(1), other
+
+
+@miss("LOGITS_ESCAPE LOGITS_ESCAPE", "different rows or slices", h, W2)
+def codebooks_that_overlap(h, W):
+    logits = F.linear(h, W)
+    return logits.view(-1, 2, VOCAB).argmax(-1), logits[:, 100:200].argmax(-1)
 
 
 @miss("LAYOUT", "aten.index.Tensor", h, W)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import idiom_cases_heads  # noqa: F401 - adds its cases
 import idiom_cases_logits  # noqa: F401 - adds its cases
 import idiom_cases_more  # noqa: F401 - adds its cases
 import pytest

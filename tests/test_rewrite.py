@@ -1,5 +1,6 @@
 """For every spelling, the rewritten call samples from the distribution that the user wrote, or takes eager's tokens."""
 
+import idiom_cases_heads  # noqa: F401 - adds its cases
 import idiom_cases_logits  # noqa: F401 - adds its cases
 import idiom_cases_more  # noqa: F401 - adds its cases
 import pytest

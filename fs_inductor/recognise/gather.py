@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from .miss import Miss
-from .shapes import Call, ShapeStep, rank, same, shape
+from .shapes import Call, Narrowed, ShapeStep, rank, same, shape
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
@@ -50,7 +50,7 @@ class GatherStep(ShapeStep):
 
     slices_vocab = False
 
-    def replay(self, call: Call, x: Node, spans_vocab: bool) -> Node:
+    def replay(self, call: Call, x: Node, spans_vocab: bool, narrowed: Narrowed = None) -> Node:
         return x
 
 

@@ -13,7 +13,7 @@ from .filters import filter_miss
 from .gather import ALL_GATHER, GATHER_TARGETS
 from .miss import Miss
 from .pointwise import POINTWISE_TARGETS, SCATTER_TARGETS
-from .shapes import SHAPE_TARGETS, Call, is_piece, rank, same, shape
+from .shapes import SHAPE_TARGETS, Call, is_piece, rank, same, same_shape, shape
 
 aten = torch.ops.aten
 
@@ -108,11 +108,12 @@ class Linear:
             )
 
 
-def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
+def find_linear(sink: Node, head: int = 0) -> tuple[Linear, set[Node]]:
     """The LM head behind ``sink`` and all nodes on a way from its product to ``sink``.
 
     Searches backwards through pointwise ops, reshapes and row statistics. Where several products are found (a low-rank
-    adapter added to the logits, say) the one with the largest weight is the head and the others are operands.
+    adapter added to the logits, say) the one with the largest weight is the head and the others are operands. Where
+    logits are stacked, only those of number ``head`` are searched.
 
     Raises:
         Miss: NO_LINEAR, or a more telling code where the search ended at something known.
@@ -129,6 +130,8 @@ def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
         linear = Linear.match(node)
         if linear is not None:
             found.append(linear)
+        elif head < len(stacked_pieces(node) or ()):
+            stack.append(stacked_pieces(node)[head])
         elif node.target in PASSABLE or _is_getitem(node):
             stack.extend(node.all_input_nodes)
         else:
@@ -139,6 +142,16 @@ def find_linear(sink: Node) -> tuple[Linear, set[Node]]:
     # Behind a gather the weight's size differs between ranks, and all must choose alike.
     head = max(found, key=lambda linear: shape(linear.left)[-1] if gathered else linear.weight_numel())
     return head, _dependents(head) & ancestors(sink)
+
+
+def stacked_pieces(node: Node) -> list[Node] | None:
+    """What a cat of tensors of one shape puts together, but for the parts of one tensor: stacked heads, perhaps."""
+    if node.target is not aten.cat.default or len(node.args[0]) < 2:
+        return None
+    first, *others = node.args[0]
+    if any(is_piece(piece) for piece in node.args[0]) or not all(same_shape(first, other) for other in others):
+        return None
+    return list(node.args[0])
 
 
 def _behind(sink: Node) -> list[Node]:
@@ -184,6 +197,12 @@ def barrier_miss(barriers: Iterable[Node]) -> Miss:
 
 
 _BARRIERS = (
+    (
+        "LAYOUT",
+        ("aten.bmm",),
+        "multiplies by a weight of its own for each entry of a batch",
+        "multiply by each weight on its own, with F.linear, and torch.stack the logits: stacked heads are fused",
+    ),
     (
         "TP_LAYOUT",
         ("c10d", "all_gather", "wait_tensor", "all_reduce"),

@@ -14,6 +14,7 @@ draw, not a draw from rounded probabilities.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +23,12 @@ import torch
 from torch.fx import Node
 
 from .gather import match_gather
+from .heads import HeadStep, OtherHead, chosen_head
 from .linear import REDUCTIONS, Linear
 from .miss import Miss
 from .pointwise import CASTS, FILL_LIKE, POINTWISE, SCATTER_TARGETS
 from .program import LOW_PRECISION, Path, ProgramBuilder, Value, constant_of
-from .shapes import is_identity, rank, same_shape, step_back
+from .shapes import ShapeStep, is_identity, rank, same_shape
 from .structure import POWERS, Structure
 
 aten = torch.ops.aten
@@ -35,11 +37,11 @@ aten = torch.ops.aten
 class Walk(ProgramBuilder):
     """The state of one site's walk: a program that grows, the nodes visited, and where the linear was met."""
 
-    def __init__(self, linear: Linear, dependents: set[Node]):
+    def __init__(self, linear: Linear, dependents: set[Node], head: int = 0):
         super().__init__()
         self.linear = linear
         self.dependents = dependents
-        self.structure = Structure(linear, dependents)
+        self.structure = Structure(linear, dependents, head)
         self.visited: set[Node] = set()
         self.linear_dim: int | None = None
         self.path: Path | None = None
@@ -69,7 +71,7 @@ class Walk(ProgramBuilder):
             return known[1]
         self.visited.add(node)
         gather = None if node is self.linear.node else match_gather(node, dim)
-        step = None if is_identity(node) or gather is not None else step_back(node, dim)
+        step = None if is_identity(node) or gather is not None else self.step(node, dim, path)
         if node is self.linear.node:
             result = self._product(dim, path)
         elif gather is not None:
@@ -84,6 +86,17 @@ class Walk(ProgramBuilder):
             result = visit(node, dim, path)
         self._memo[mode, node] = path, result
         return result
+
+    def step(self, node: Node, dim: int, path: Path) -> ShapeStep | None:
+        """The shape op at ``node``; where heads are put together, the head that ``path`` picks or the walk is for."""
+        step = None if node is self.linear.node else self.structure.step(node, dim)
+        if isinstance(step, HeadStep):
+            chosen = chosen_head(step, path)
+            if chosen is not None and chosen != step.head:
+                if not step.whole:
+                    raise OtherHead(step.node, chosen)
+                return dataclasses.replace(step, head=chosen)
+        return step
 
     def _value(self, node: Node, dim: int, path: Path) -> Value:
         if node.target in FILL_LIKE:

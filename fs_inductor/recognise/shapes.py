@@ -24,7 +24,11 @@ prims = torch.ops.prims
 
 # `call(target, *args)` appends a node to the graph; rewrite.GraphEditor provides it.
 Call = Callable[..., Node]
+# A dimension and its size.
+Narrowed = tuple[int, int] | None
 
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+RESHAPES = VIEWS | {aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 IDENTITY = {aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
 
 
@@ -57,21 +61,27 @@ class ShapeStep:
     def _slice_dim(self) -> int:
         return _arg(self.node, 1, "dim", 0) % rank(self.node.args[0])
 
-    def replay(self, call: Call, x: Node, spans_vocab: bool) -> Node:
+    def replay(self, call: Call, x: Node, spans_vocab: bool, narrowed: Narrowed = None) -> Node:
         """The same op on ``x``, whose dimension ``dim_in`` may have another size.
 
         ``spans_vocab`` says whether that dimension still runs over the vocabulary, so that a slice of it applies.
+        ``narrowed`` is a dimension of the output that has another size too, since it lacks the other heads, and that
+        size, or -1 where it is not known.
         """
         target, args = self.node.target, self.node.args
         if self.slices_vocab and not spans_vocab:
             return x
-        if target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        if target in VIEWS:
             sizes: list[Any] = []
             for i, size in enumerate(shape(self.node)):
                 if i == self.dim_out:
                     sizes.append(size_of(call, x, self.dim_in))
+                elif narrowed is not None and i == narrowed[0]:
+                    sizes.append(narrowed[1])
                 else:
                     sizes.append(size if isinstance(size, int) else args[1][i])
+            if sum(isinstance(size, int) and size == -1 for size in sizes) > 1:
+                raise _layout_miss(self.node, "gives several dimensions sizes that are not known at compile time")
             return call(aten.reshape.default, x, sizes)
         if target is aten.squeeze.default:
             # Named dimensions only: the stand-in may have size 1 where the logits have the vocabulary.
@@ -80,6 +90,8 @@ class ShapeStep:
         if target is aten.expand.default:
             sizes = list(args[1])
             sizes[self.dim_out] = -1
+            if narrowed is not None:
+                sizes[narrowed[0]] = -1
             return call(aten.expand.default, x, sizes)
         return call(target, x, *args[1:], **self.node.kwargs)
 
@@ -103,13 +115,51 @@ class PieceStep(ShapeStep):
     def bounds(self) -> tuple[Any, Any, Any]:
         return *_piece_bounds(self.node), 1
 
-    def replay(self, call: Call, x: Node, spans_vocab: bool) -> Node:
+    def replay(self, call: Call, x: Node, spans_vocab: bool, narrowed: Narrowed = None) -> Node:
         cut, index = self.node.args
         if cut.target is aten.unbind.int:
             return call(aten.select.int, x, cut_dim(cut), index)
         if not self.slices_vocab:
             return call(operator.getitem, call(cut.target, x, *cut.args[1:], **cut.kwargs), index)
         return call(aten.slice.Tensor, x, self.dim_in, *_piece_bounds(self.node)) if spans_vocab else x
+
+
+@dataclass(frozen=True)
+class ViewStep(ShapeStep):
+    """Several views, one after another, that leave the vocabulary alone together: it is merged and split again."""
+
+    inner: Node | None = None
+    parts: tuple[Node, ...] = ()
+
+    @property
+    def source(self) -> Node:
+        return self.inner
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.parts
+
+
+def view_step(node: Node, dim: int) -> ShapeStep | None:
+    """The views that end at ``node``, as one; None if no number of them leaves the vocabulary alone."""
+    parts, inner = [node], node.args[0]
+    while True:
+        source = view_source(shape(inner), shape(node), dim)
+        if source is not None:
+            plain = len(parts) == 1
+            return ShapeStep(node, source, dim) if plain else ViewStep(node, source, dim, inner, tuple(parts))
+        if not isinstance(inner, Node) or not (inner.target in VIEWS or is_identity(inner)):
+            return None
+        parts.append(inner)
+        inner = inner.args[0]
+
+
+def view_source(before: tuple, after: tuple, dim: int) -> int | None:
+    """Which dimension of ``before`` is dimension ``dim`` of ``after``, its view; None if it is a part or a product."""
+    for i in reversed(range(len(before))):
+        if same(before[i], after[dim]) and same(math.prod(before[i + 1 :]), math.prod(after[dim + 1 :])):
+            return i
+    return None
 
 
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
@@ -193,10 +243,9 @@ def _layout_miss(node: Node, what: str) -> Miss:
 
 
 def _view(node: Node, dim: int) -> int:
-    before, after = shape(node.args[0]), shape(node)
-    for i in reversed(range(len(before))):
-        if same(before[i], after[dim]) and same(math.prod(before[i + 1 :]), math.prod(after[dim + 1 :])):
-            return i
+    source = view_source(shape(node.args[0]), shape(node), dim)
+    if source is not None:
+        return source
     raise _layout_miss(node, "splits or merges the vocabulary dimension")
 
 

@@ -9,11 +9,12 @@ import torch
 from torch.fx import Node
 
 from .gather import ALL_GATHER, match_gather
+from .heads import head_step
 from .linear import Linear, barrier_miss
 from .miss import Miss
 from .pointwise import CASTS
 from .program import constant_of
-from .shapes import is_identity, rank, same, same_shape, shape, step_back
+from .shapes import ShapeStep, is_identity, rank, same, same_shape, shape, step_back
 
 aten = torch.ops.aten
 
@@ -23,8 +24,9 @@ POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
 class Structure:
     """Questions about the nodes between a linear and a sink. ``dim`` is always the vocabulary's position in a node."""
 
-    def __init__(self, linear: Linear, dependents: set[Node]):
+    def __init__(self, linear: Linear, dependents: set[Node], head: int = 0):
         self.linear = linear
+        self.head = head
         self.dependents = dependents
         # Before a gather each rank has a shard: a row statistic there differs between ranks and is no constant.
         self.sharded: set[Node] = set()
@@ -44,7 +46,7 @@ class Structure:
         gather = match_gather(node, dim)
         if gather is not None:
             return self.is_weight(gather.inner, dim)
-        step = step_back(node, dim)
+        step = self.step(node, dim)
         if step is not None:
             return self.is_weight(step.source, step.dim_in)
         if node.target is aten.exp.default:
@@ -63,6 +65,10 @@ class Structure:
             return isinstance(factor, (int, float)) and factor > 0 and self.is_weight(node.args[0], dim)
         where = self.where_constant(node, 0.0)
         return where is not None and self.is_weight(where[1], dim)
+
+    def step(self, node: Node, dim: int) -> ShapeStep | None:
+        """The shape op at ``node``, heads put together included; None if it is none."""
+        return head_step(node, dim, self.head, self.dependents) or step_back(node, dim)
 
     def is_positive_power(self, node: Node, dim: int) -> bool:
         """``x ** t`` with one exponent a row; a tensor t is taken to be positive, as inverse temperatures are."""
@@ -161,7 +167,7 @@ class Structure:
         gather = match_gather(node, dim)
         if gather is not None:
             return self.peels(gather.inner, dim)
-        step = step_back(node, dim)
+        step = self.step(node, dim)
         if step is not None:
             return self.peels(step.source, step.dim_in)
         if node.target in (aten.sub.Tensor, aten.add.Tensor):

@@ -17,12 +17,13 @@ from torch.fx import Node
 from . import noise
 from .filters import filter_miss
 from .gather import GatherStep, gather_of, match_gather
+from .heads import OtherHead, Stack, same_places, stack_of
 from .linear import PASSABLE, Linear, ancestors, find_linear
 from .logits import Walk
 from .miss import Miss
 from .pointwise import CASTS
 from .program import Operand, Path, Value, constant_of
-from .shapes import REPEATING, is_identity, rank, same, same_shape, shape, step_back
+from .shapes import REPEATING, is_identity, rank, same, same_shape, shape
 from .structure import POWERS
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 SINK_TARGETS = (aten.multinomial.default, aten.argmax.default, aten.max.dim, aten.topk.default)
 
 
-@dataclass
+@dataclass(eq=False)
 class Site:
     """A recognised sink: everything the checks and the rewrite need, without a change to the graph.
 
@@ -41,6 +42,7 @@ class Site:
     program, operands: the epilogue program's text and what it reads.
     nodes: all nodes between the linear and the sink, both included; noise: the random nodes a draw replaces.
     gather: the all-gather on the path, where the vocabulary is sharded over ranks.
+    stack: where this head's logits lie, if the sink samples several heads; more: the sites of its other heads.
     """
 
     sink: Node
@@ -55,6 +57,13 @@ class Site:
     nodes: set[Node]
     noise: set[Node]
     gather: GatherStep | None
+    stack: Stack | None = None
+    more: tuple[Site, ...] = ()
+
+    @property
+    def heads(self) -> tuple[Site, ...]:
+        """The sites of all heads that the sink samples, this one first."""
+        return (self, *self.more)
 
 
 def recognise(sink: Node) -> Site | None:
@@ -66,9 +75,22 @@ def recognise(sink: Node) -> Site | None:
     output, dim, draws = _sink(sink)
     if output is None:
         return None
-    linear, dependents = find_linear(sink)
     try:
-        return _site(sink, output, dim, draws, linear, dependents)
+        site = _site(sink, output, dim, draws, 0)
+    except OtherHead as other:
+        site = _site(sink, output, dim, draws, other.head)
+    if site.stack is not None and not site.stack.chosen:
+        site.more = tuple(_site(sink, output, dim, draws, head) for head in range(1, site.stack.heads))
+        if not all(other.stack is not None and same_places(site.stack, other.stack) for other in site.more):
+            raise Miss("LAYOUT", "the heads are stacked in several ways", "stack the heads once", sink)
+    return site
+
+
+def _site(sink: Node, output: Node, dim: int, draws: int, head: int) -> Site:
+    """The site of one head of ``sink``; most sinks have one."""
+    linear, dependents = find_linear(sink, head)
+    try:
+        return _walk(sink, output, dim, draws, linear, dependents, head)
     except Miss as miss:
         # A filter explains why the walk did not get through better than the node at which it stopped.
         between = (node for node in sink.graph.nodes if node in dependents and node is not linear.node)
@@ -76,12 +98,14 @@ def recognise(sink: Node) -> Site | None:
         raise filtered or miss from None
 
 
+# Each head is a call of its own: more of them than any codec has would be something else than heads.
+MAX_HEADS = 64
 _EXPLAINED_BY_FILTERS = {"EPILOGUE_OP", "LAYOUT", "NOISE", "NO_LINEAR"}
 
 
-def _site(sink: Node, output: Node, dim: int, draws: int, linear: Linear, dependents: set[Node]) -> Site:
+def _walk(sink: Node, output: Node, dim: int, draws: int, linear: Linear, dependents: set[Node], head: int) -> Site:
     x = sink.args[0]
-    walk = Walk(linear, dependents)
+    walk = Walk(linear, dependents, head)
     noise_nodes: set[Node] = set()
     if draws:
         if not walk.structure.is_weight(x, dim):
@@ -103,6 +127,21 @@ def _site(sink: Node, output: Node, dim: int, draws: int, linear: Linear, depend
             )
     if walk.path is None:
         raise Miss("NO_LINEAR", "the sampled values do not depend on the linear", "remove the unused LM head", sink)
+    gather, stack = gather_of(walk.path), stack_of(walk.path)
+    if gather is not None and stack is not None:
+        raise Miss(
+            "TP_LAYOUT",
+            "several heads are stacked whose vocabularies are sharded over ranks",
+            "sample each head by a call of its own: stacked heads are fused on one rank only",
+            sink,
+        )
+    if stack is not None and (walk.linear_dim != rank(linear.node) - 1 or stack.heads > MAX_HEADS):
+        raise Miss(
+            "LAYOUT",
+            f"the sampled dimension is one of {stack.heads} parts of the vocabulary, or of the rows, of the linear",
+            f"stack at most {MAX_HEADS} heads, each of which has its vocabulary in the last dimension of its logits",
+            linear.node,
+        )
     nodes = walk.visited | noise_nodes | {sink, output}
     return Site(
         sink=sink,
@@ -116,7 +155,8 @@ def _site(sink: Node, output: Node, dim: int, draws: int, linear: Linear, depend
         operands=operands,
         nodes=nodes,
         noise=noise_nodes,
-        gather=gather_of(walk.path),
+        gather=gather,
+        stack=stack,
     )
 
 
@@ -218,7 +258,7 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
     if gather is not None:
         walk.visited.update(gather.parts)
         return _score(walk, gather.inner, dim, (gather, *path), used)
-    step = step_back(node, dim)
+    step = walk.step(node, dim, path)
     if step is not None:
         if target in REPEATING:
             raise Miss(
