@@ -447,7 +447,7 @@ argmax(hidden f32[1, 16], weight f32[160, 16])
         self.golden(
             CASES["matvec_bf16"],
             """\
-argmax(hidden f32[1, 16], weight f32[160, 16])
+argmax(hidden bf16[1, 16], weight bf16[160, 16])
   program: x0 = round(acc, bf16)""",
         )
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from .filters import filter_miss
 from .gather import ALL_GATHER, GATHER_TARGETS
 from .miss import Miss
-from .pointwise import POINTWISE_TARGETS, SCATTER_TARGETS
+from .pointwise import CASTS, POINTWISE_TARGETS, SCATTER_TARGETS
 from .shapes import SHAPE_TARGETS, Call, is_piece, rank, same, same_shape, shape
 
 aten = torch.ops.aten
@@ -48,8 +48,7 @@ class Linear:
         if node.target is aten.bmm.default and same(shape(node)[0], 1):
             return cls(node, args[0], args[1])
         if node.target is aten.sum.dim_IntList and _is_matvec(node):
-            product = node.args[0]
-            a, b = product.args
+            a, b = _without_upcasts(*node.args[0].args)
             return cls(node, a, b) if rank(a) == 2 else cls(node, b, a)
         if node.target is aten.unsqueeze.default and _is_dot(node):
             a, b = node.args[0].args[0].args
@@ -261,6 +260,16 @@ def _is_matvec(node: Node) -> bool:
         return False
     vector, matrix = sorted(product.args, key=rank)
     return (rank(vector), rank(matrix)) == (1, 2) and same(shape(vector)[0], shape(matrix)[1]) and rank(product) == 2
+
+
+def _without_upcasts(a: Node, b: Node) -> tuple[Node, Node]:
+    """The factors as they were before float32, which holds products of low-precision numbers exactly."""
+    inner = [x.args[0] for x in (a, b) if x.target in CASTS and x.meta["val"].dtype is torch.float32]
+    if len(inner) == 2:
+        dtypes = {x.meta["val"].dtype for x in inner}
+        if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
+            return inner[0], inner[1]
+    return a, b
 
 
 def _is_dot(node: Node) -> bool:

@@ -22,7 +22,7 @@ from .miss import Miss
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# `call(target, *args)` appends a node to the graph; rewrite.GraphEditor provides it.
+# `call(target, *args)` appends a node to the graph; building.GraphEditor provides it.
 Call = Callable[..., Node]
 # A dimension and its size.
 Narrowed = tuple[int, int] | None
