@@ -65,6 +65,44 @@ def test_report():
     assert single.heads == 1 and "for each of" not in str(single)
 
 
+def test_compiled():
+    """Through code generation: tokens of a strict compilation, greedy ones equal to eager's, in eager's layout."""
+
+    def step(h, W, V):
+        logits = F.linear(h, torch.cat([W, V])).view(-1, HEADS, VOCAB) / 0.7
+        drawn = logits.view(-1, VOCAB).softmax(-1).multinomial(1)
+        return drawn.view(-1, HEADS), torch.stack([F.linear(h, V), F.linear(h, W)], 1).argmax(-1)
+
+    h, V = exact(_g, 4, FEATURES), W.flip(0)
+    torch._dynamo.reset()
+    options = {"flashsampling.strict": True, "flashsampling.min_vocab": 0}
+    with torch.no_grad():
+        drawn, greedy = torch.compile(step, backend="flashsampling", options=options, fullgraph=True)(h, W, V)
+        eagers = step(h, W, V)
+    assert torch.equal(greedy, eagers[1])
+    assert [x.stride() for x in (drawn, greedy)] == [x.stride() for x in eagers]
+    assert drawn.shape == (4, HEADS) and ((drawn >= 0) & (drawn < VOCAB)).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(rows):
+    for step in STEPS:
+        rewritten = run_pass(step, [hidden[:rows], W])
+        assert_fused(rewritten, HEADS if step is one_after_another else 1)
+        assert rewritten.result.shape == (rows, HEADS)
+
+
+def test_hidden_states_without_a_batch():
+    weight = exact(_g, HEADS * VOCAB, FEATURES)
+
+    def step(h, W):
+        return F.linear(h, W).view(HEADS, VOCAB).argmax(-1)
+
+    rewritten = run_pass(step, [row[0], weight])
+    assert_fused(rewritten, 1)
+    assert torch.equal(rewritten.result, step(row[0], weight))
+
+
 def test_weight_is_read_once():
     """Each head's call has its own rows of the weight, as a view."""
     weight = exact(_g, HEADS * VOCAB, FEATURES)

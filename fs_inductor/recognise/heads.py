@@ -263,6 +263,8 @@ def _through_view(before: tuple, after: tuple, place: Place, heads: int) -> Plac
     between = place.inner * math.prod(before[place.dim + 1 :])
     inners = [1] + [place.inner * math.prod(before[place.dim + 1 : i]) for i in range(place.dim + 1, len(before))]
     for inner in inners:
+        if same(inner, 0):
+            continue
         for dim in reversed(range(len(after))):
             fits = same(inner * math.prod(after[dim + 1 :]), between)
             if fits and statically_known_true(after[dim] % (heads * inner) == 0):
