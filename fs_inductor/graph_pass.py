@@ -193,7 +193,8 @@ def _no_gain(group: Group, options: Options) -> Miss | None:
     one_call = len(group.calls) == 1
     try:
         for sites in [group.sites] if one_call else [[site] for site in group.sites]:
-            gain.check_batch(traffic.of(sites), rule, sites[0].gather is not None, linear)
+            moved = traffic.of(sites).per_head(len(sites[0].heads))
+            gain.check_batch(moved, rule, sites[0].gather is not None, linear)
     except Miss as miss:
         return miss
     return None

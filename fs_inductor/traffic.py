@@ -59,6 +59,11 @@ class Traffic:
                     values[symbol] = ratio * base
         return sympy.expand(expression.subs(values))
 
+    def per_head(self, heads: int) -> Traffic:
+        """The share of one of ``heads`` stacked heads, whose rows are as many: what one of their calls moves."""
+        unfused, fused = (expression.subs(BATCH, heads * BATCH) / heads for expression in (self.unfused, self.fused))
+        return Traffic(unfused, fused, {**self.sizes, BATCH: self.sizes[BATCH] // heads})
+
 
 def of(sites: Sequence[Site]) -> Traffic:
     """The traffic of ``sites``, which share their linear and sample the same rows of it: one call serves them all."""

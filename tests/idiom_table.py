@@ -13,13 +13,15 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import idiom_cases_heads  # noqa: F401 - adds its cases
 import idiom_cases_logits  # noqa: F401 - adds its cases
+import idiom_cases_more  # noqa: F401 - adds its cases
 from idiom_cases import CASES
 from idiom_cases_misses import MISSES
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-GOLDENS = ("test_golden.py", "test_golden_logits.py")
+GOLDENS = ("test_golden.py", "test_golden_logits.py", "test_golden_more.py", "test_golden_heads.py")
 BEGIN, END = "<!-- idioms: begin; written by tests/idiom_table.py -->\n", "<!-- idioms: end -->\n"
 
 IDIOMS = (
@@ -88,7 +90,7 @@ def golden_ops() -> dict[str, str]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "golden":
                 case, text = node.args
                 ops = re.findall(r"^(\w+)\(", text.value, re.MULTILINE)
-                found[case.slice.value] = " ".join(f"`{op}`" for op in ops)
+                found[case.slice.value] = " ".join(f"`{op}`" for op in dict.fromkeys(ops))
     return found
 
 

@@ -59,8 +59,14 @@ def test_report():
     (record,) = rewritten.report.fused
     assert record.heads == HEADS
     assert "aten.multinomial -> flashsampling.sample for each of 2 heads  saves" in str(record)
-    # Both heads' logits are written and read unfused.
-    assert record.bytes_saved == 7 * 4 * 4 * HEADS * VOCAB
+    # Both heads' logits are written and read unfused; fused, each head reads the hidden states once more.
+    assert record.bytes_saved == 7 * 4 * 4 * HEADS * VOCAB - 4 * 4 * (HEADS - 1) * FEATURES
+
+    def two_products(h, W):
+        return torch.stack([F.linear(h, W), F.linear(h, W + 1)], 1).view(-1, VOCAB).softmax(-1).multinomial(1)
+
+    (record,) = run_pass(two_products, [hidden[:4], W]).report.fused
+    assert (record.heads, record.bytes_saved) == (HEADS, 7 * 4 * 4 * HEADS * VOCAB)
     (single,) = run_pass(lambda h, W: F.linear(h, W).softmax(-1).multinomial(1), [hidden[:4], W]).report.fused
     assert single.heads == 1 and "for each of" not in str(single)
 
