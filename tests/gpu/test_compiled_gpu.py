@@ -196,6 +196,24 @@ def test_replays_give_fresh_tokens_and_follow_the_seed(dtype, strict):
             assert (a == b).sum() < 5
 
 
+@pytest.mark.parametrize("batch", [8, 200])
+def test_a_tuned_tile_draws_the_same_tokens(batch, monkeypatch, tmp_path):
+    from fs_inductor.kernels import autotune
+
+    monkeypatch.setattr(autotune, "_file", lambda: tmp_path / "tiles.json")
+    autotune.forget()
+    args = matrices(batch, 5003, 64)
+    tokens = []
+    for options in ({}, {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}):
+        torch._dynamo.reset()
+        step = torch.compile(draw, backend="flashsampling", fullgraph=True, options=STRICT | options)
+        torch.manual_seed(3)
+        tokens.append(step(*args))
+    assert torch.equal(*tokens)
+    assert "vocab=5003" in (tmp_path / "tiles.json").read_text()
+    autotune.forget()
+
+
 def test_replays_read_the_inputs_as_they_are_now(strict):
     step = compiled(greedy, mode="reduce-overhead")
     h, W = matrices(8, 5003, 64)
