@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
+import compile_time
 import decode
 import measure
 import tiny_lm
@@ -137,6 +139,55 @@ def test_prose_leaves_code_and_tables_out():
 
 def test_known_words_share():
     assert tiny_lm.known_words_share("The statement xyzzy, the object qwerty") == pytest.approx(4 / 6)
+
+
+# --- compile_time.py ----------------------------------------------------------------------------
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+
+
+class Head(torch.nn.Module):
+    """As little of a language model as can be compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lm_head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64, bias=False)
+
+    def forward(self, ids):
+        return Output(self.lm_head(self.embedding(ids)))
+
+
+def test_compile_time_measures_and_compares(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(compile_time, "build", lambda args: Head().requires_grad_(False))
+    arguments = ["--rounds", "1", "--vocab", "64", "--device", "cpu", "--out", str(tmp_path), "--quiet"]
+    assert compile_time.main([*arguments, "--steps", "no sink"]) == 0
+    result = json.loads((tmp_path / "compile_time.json").read_text())
+    assert result["once_a_process"]["code without a sink"] == "the same"
+    inductor, ours = result["rows"]
+    assert (inductor["backend"], ours["backend"]) == ("inductor", "flashsampling")
+    assert inductor["rounds"][0]["in_pass"] == 0 < ours["rounds"][0]["in_pass"] < ours["rounds"][0]["cpu"]
+    assert "| no sink |" in capsys.readouterr().out
+
+
+def test_compile_time_table():
+    def row(backend, walls, in_pass):
+        return compile_time.Row("draw", backend, [compile_time.Cost(w, w / 2, 1.0, in_pass) for w in walls])
+
+    text = compile_time.report([row("inductor", [4.0, 9.0, 4.0], 0.0), row("flashsampling", [3.0, 3.0, 8.0], 0.02)])[-1]
+    assert text == "| draw | 4.00 | 3.00 | 2.00 | 1.50 | 0.750 | 0.750 | 20.0 | 1.00% |"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--rounds", "0"], ["--layers", "x"], ["--hidden", "12"], ["--steps", "draw,beam"], ["--device", "tpu"]],
+)
+def test_compile_time_names_a_bad_argument(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        compile_time.main(arguments)
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 # --- measure.py ---------------------------------------------------------------------------------
