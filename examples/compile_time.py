@@ -5,10 +5,10 @@
 
 Three steps of one model: its logits with nothing to sample, one drawn token, one greedy token. Both backends compile
 each of them from nothing: caches are off, Dynamo is reset, and all compiles take turns, so that a drift of the machine
-hits all alike. A number is the median of the rounds, for a first call: tracing, the passes, code generation, the
-compilers of that code, and one run. The clock includes all of it. Processor time leaves out the compilers, which are
-other processes; on a busy machine it says more than the clock. A fused step has less code to generate, as softmax and
-draw are gone, so it may well compile faster.
+hits all alike. A number is the median of the rounds, and a ratio that of the rounds' ratios, for a first call:
+tracing, the passes, code generation, the compilers of that code, and one run. The clock includes all of it. Processor
+time leaves out the compilers, which are other processes; on a busy machine it says more than the clock. A fused step
+has less code to generate, as softmax and draw are gone, so it may well compile faster.
 
 The pass is also timed alone, from its call to its return, and set against the processor time of Inductor's compile of
 the same step. For the step without a site both backends must generate the same code. Writes a table and a JSON file
@@ -67,6 +67,11 @@ class Row:
 
     def median(self, what: str) -> float:
         return statistics.median(getattr(cost, what) for cost in self.rounds)
+
+    def over(self, other: Row, what: str) -> float:
+        """The median ratio to `other`, round by round: a machine that slows down slows both of a round."""
+        pairs = zip(self.rounds, other.rounds, strict=True)
+        return statistics.median(getattr(mine, what) / getattr(theirs, what) for mine, theirs in pairs)
 
 
 # -- the steps ----------------------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ def report(rows: list[Row]) -> list[str]:
         pairs = [(inductor.median(what), ours.median(what)) for what in ("wall", "cpu")]
         cells = [ours.step]
         cells += [f"{seconds:.2f}" for pair in pairs for seconds in pair]
-        cells += [f"{b / a:.3f}" for a, b in pairs]
+        cells += [f"{ours.over(inductor, what):.3f}" for what in ("wall", "cpu")]
         in_pass = ours.median("in_pass")
         cells += [f"{in_pass * 1e3:.1f}", f"{in_pass / inductor.median('cpu'):.2%}"]
         lines.append("| " + " | ".join(cells) + " |")
