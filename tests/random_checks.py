@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
 
 import support
 import torch
 from distribution_checks import chi_squared
-from random_steps import ROWS, Output, Step
+from random_pieces import ROWS
+from random_steps import Output, Step
 from support import OPS, OpCall, Rewritten, fresh, run_pass
 
 from fs_inductor.kernels.epilogue import Program
@@ -35,7 +36,7 @@ class Tally:
     unexpected: list[str] = field(default_factory=list)
     fits: list[float] = field(default_factory=list)
     independences: list[float] = field(default_factory=list)
-    worst: tuple = (0.0, "")
+    worst: float = 0.0
 
     def count(self, what: str, *names: object, by: int = 1) -> None:
         for name in names:
@@ -52,12 +53,14 @@ class Tally:
                 f"p-values of {name}: {len(values)}, smallest {min(values, default=1):.2g}, "
                 f"by tenths {[tenths[i] for i in range(10)]}"
             )
+        lines.append(f"largest error of a logit: {self.worst:.2f} of its bound")
         return "\n".join(lines + self.unexpected)
 
 
 def check_step(step: Step, tally: Tally, alpha: float) -> None:
     """Runs the pass on the step and checks everything; ``alpha`` is the level of one test of a distribution."""
     arguments = step.arguments(COPIES)
+    seed_draws(step)
     with mock.patch.object(support, "BATCH", COPIES * ROWS):  # the size that run_pass takes to be the batch
         rewritten = run_pass(step.function(), arguments, dynamic="batch" if step.dynamic else None)
     report = rewritten.report
@@ -83,6 +86,11 @@ def check_step(step: Step, tally: Tally, alpha: float) -> None:
         check_tokens(step, arguments, step.arguments(1), (rewritten.result, eager), rewritten.calls, tally, alpha)
 
 
+def seed_draws(step: Step) -> None:
+    """A seed for each step, so that a step's draws do not depend on the steps before it."""
+    torch.manual_seed(zlib.crc32(repr(step).encode()))
+
+
 def check_report(step: Step, rewritten: Rewritten) -> None:
     """Every sink is either fused or untouched, and says so."""
     report = rewritten.report
@@ -103,7 +111,7 @@ def check_report(step: Step, rewritten: Rewritten) -> None:
 
 
 def check_look(result: object, eager: object) -> None:
-    """Shapes, dtypes and strides are eager's."""
+    """Shapes and dtypes are eager's."""
     result, eager = ([x] if isinstance(x, torch.Tensor) else list(x) for x in (result, eager))
     assert [(x.shape, x.dtype) for x in result] == [(x.shape, x.dtype) for x in eager]
 
@@ -140,8 +148,9 @@ def check_tokens(
             if output.tiled:
                 drawn.append((ids, p))
     check_independence(drawn, tally, alpha)
-    if len(calls) == 1 and len(step.outputs) == 1:
-        check_logits(calls[0], *targets[0], step, tally)
+    if len(calls) == 1 and len(step.outputs) == 1 and calls[0].op != "argmax":
+        score, greedy = targets[0]
+        check_logits(calls[0], score, ~greedy, step, tally)
 
 
 def by_row(output: Output, tokens: torch.Tensor, values: dict) -> torch.Tensor:
@@ -175,7 +184,7 @@ def near_tie(step: Step) -> float:
 
 
 def more_draws(calls: list[OpCall], outputs: int, p: torch.Tensor) -> torch.Tensor | None:
-    """Draws of a single row, by the op with the very arguments that it got, as [1, draws, 1]; None if there are none."""
+    """Draws of a single row by the op, with the arguments that it got: [1, draws, 1], or None if it was not one row."""
     if len(calls) != 1 or calls[0].op != "sample" or outputs != 1 or calls[0].hidden.shape[0] != 1 or len(p) != 1:
         return None
     call = calls[0]
@@ -217,22 +226,22 @@ def _independence(a: torch.Tensor, b: torch.Tensor, pa: torch.Tensor, pb: torch.
     return p_value((a % 4 * 4 + b % 4).bincount(minlength=16), torch.outer(*sums).flatten())
 
 
-def check_logits(call: OpCall, score: torch.Tensor, greedy: torch.Tensor, step: Step, tally: Tally) -> None:
-    """The op's own logits, at the first repetition, are eager's up to a constant per row.
+def check_logits(call: OpCall, score: torch.Tensor, drawn: torch.Tensor, step: Step, tally: Tally) -> None:
+    """The logits that the op draws from, at the first repetition, are eager's up to a constant per row.
 
-    Where a step rounds to a low precision, a last bit of float32 may tip a rounding: few logits differ by more than
-    float32's error, and by some units of the coarse dtype.
+    Where a step rounds to a low precision, a last bit of float32 may tip a rounding: some units of the coarse dtype, in
+    few places. Otherwise float32's error is all there is.
     """
-    for which, program in ((~greedy, call.program), (greedy, call.greedy_program)):
-        if not which.any() or (call.op == "sample" and greedy.any()):
-            continue
-        ours = call.logits(program)[: len(score)][which].double()
-        a, b = ours.log_softmax(-1), score[which].log_softmax(-1)
-        assert torch.equal(a == -math.inf, b == -math.inf), "logits differ in what is masked"
-        scale = score[which].masked_fill(b == -math.inf, 0).abs().amax(-1, keepdim=True).clamp(min=1.0)
-        error = torch.where(a == b, 0.0, (a - b).abs() / scale)
-        tally.count("logits", "all", by=error.numel())
-        tally.count("logits", "off by a rounding", by=int((error > FLOAT_ERROR).sum()))
-        tally.worst = max(tally.worst, (float(error.max()) / near_tie(step), step.source), key=lambda w: w[0])
-        assert error.max() <= max(near_tie(step), FLOAT_ERROR), f"logits differ by {error.max()}"
-        assert (error > FLOAT_ERROR).double().mean() <= 0.02, f"logits differ in {int((error > FLOAT_ERROR).sum())}"
+    ours, score = call.logits()[: len(score)].double()[drawn], score[drawn]
+    possible = score > score.amax(-1, keepdim=True) - 1e3
+    assert torch.equal(possible, ours > ours.amax(-1, keepdim=True) - 1e3), "logits differ in what is masked"
+    error = (ours - score).masked_fill(~possible, torch.nan)
+    scale = score.masked_fill(~possible, 0).abs().amax(-1, keepdim=True).clamp(min=1.0)
+    error = ((error - error.nanmedian(-1, keepdim=True).values).abs() / scale)[possible]
+    bound = max(near_tie(step), FLOAT_ERROR)
+    tipped = int((error > FLOAT_ERROR).sum())
+    tally.count("logits", "all", by=len(error))
+    tally.count("logits", "off by a rounding", by=tipped)
+    tally.worst = max(tally.worst, float(error.max()) / bound)
+    assert error.max() <= bound, f"logits differ by {error.max()} of the largest"
+    assert tipped <= 0.02 * len(error), f"logits differ in {tipped} of {len(error)}"

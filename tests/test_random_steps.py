@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from random_checks import COPIES, Tally, check_independence, check_look, check_step, check_tokens
+from random_checks import COPIES, Tally, check_independence, check_look, check_step, check_tokens, seed_draws
 from random_steps import Output, Step, steps
 from support import fresh
 from torch._dynamo.utils import counters
@@ -25,8 +25,8 @@ from torch._dynamo.utils import counters
 from fs_inductor.kernels.epilogue_ops import OPS
 
 STEPS = int(os.environ.get("RANDOM_STEPS", "150"))
-COMPILED = 15
 SEED = os.environ.get("RANDOM_SEED")
+COMPILED = 10
 ALPHA = 1e-3
 """With which a correct sampler would fail the run, had its seeds been drawn at random."""
 
@@ -39,7 +39,7 @@ def explore(check: Callable[[Step], None], examples: int, accept: Callable[[Step
         derandomize=SEED is None,
         database=None,
         deadline=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate, Phase.shrink) if STEPS < 2000 else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
     @given(steps().filter(accept))
@@ -52,7 +52,6 @@ def explore(check: Callable[[Step], None], examples: int, accept: Callable[[Step
 def test_random_steps(capsys):
     tally = Tally()
     # Each step has a handful of tests of a distribution: fits of its outputs, and pairs that must be independent.
-    torch.manual_seed(50)
     explore(lambda step: check_step(step, tally, ALPHA / (5 * STEPS)), STEPS)
     with capsys.disabled():
         print(f"\n{tally}")
@@ -95,11 +94,11 @@ def own_cache(tmp_path, monkeypatch):
 def test_random_steps_compiled_whole(own_cache, capsys):
     """Through Inductor, at several batch sizes and temperatures: right tokens, and no graph for each of them."""
     tally, graphs = Tally(), []
-    torch.manual_seed(51)
 
     def check(step: Step) -> None:
         torch._dynamo.reset()
         counters.clear()
+        seed_draws(step)
         options = {"flashsampling.min_vocab": 0, "flashsampling.strict": bool(step.fuses)}
         compiled = torch.compile(step.function(), backend="flashsampling", options=options, fullgraph=True)
         for copies, number in ((1, 0.7), (2, 0.8), (3, 0.9), (4, 1.3), (150, 1.1)):
@@ -152,10 +151,10 @@ def test_right_steps_pass():
     ("line", "oracle", "draws", "complaint"),
     [
         (DRAW, "x / 0.71", 1, "logits differ"),
-        (DRAW, "x / 1.2", 1, "draws do not fit"),
+        (DRAW, "x / 1.4", 1, "draws do not fit"),
         (DRAW, "(x / 0.7).index_fill(-1, x[0].topk(3).indices, -torch.inf)", 1, "a token of probability zero"),
         ("token = x.argmax(-1)", "-x", 0, "greedy"),
-        ("token = (x - 1e-3 * torch.arange(160)).argmax(-1)", "x + 1e-3 * torch.arange(160)", 0, "logits differ"),
+        ("token = x.argmax(-1)", "x + 0.1 * torch.arange(160)", 0, "greedy"),
     ],
 )
 def test_wrong_targets_are_noticed(line, oracle, draws, complaint):
