@@ -210,7 +210,8 @@ def check_independence(drawn: list[tuple[torch.Tensor, torch.Tensor]], tally: Ta
     """Draws of one row, of neighbouring repetitions of it, and of two sinks are independent."""
     columns = [(ids[:, :, i], p) for ids, p in drawn for i in range(ids.shape[2])]
     pairs = [(columns[i], columns[j]) for i in range(len(columns)) for j in range(i)]
-    pairs += [((ids[:, 1:], p), (ids[:, :-1], p)) for ids, p in columns]
+    # No repetition is in two pairs: overlapping pairs would not follow the chi-squared distribution.
+    pairs += [((ids[:, 1::2], p), (ids[:, : ids.shape[1] // 2 * 2 : 2], p)) for ids, p in columns]
     for (a, pa), (b, pb) in pairs:
         if len(pa) != len(pb):
             continue

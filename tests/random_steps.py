@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import math
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -290,6 +291,11 @@ def write_step(choose: Callable[[Sequence[Any]], Any]) -> Step:
 def steps(draw: Callable) -> Step:
     """Steps, drawn by Hypothesis."""
     return write_step(lambda options: draw(st.sampled_from(options)))
+
+
+def seeded_steps() -> st.SearchStrategy[Step]:
+    """Steps by a number each: they do not shrink, but vary more than Hypothesis' own, which resemble each other."""
+    return st.integers(0, 2**64 - 1).map(lambda seed: write_step(random.Random(seed).choice))
 
 
 FLATTENED = Selection("flattened", "x = x.flatten(0, -2)", (9,), left="[math.prod(rows)]")

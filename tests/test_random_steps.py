@@ -18,13 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from random_checks import COPIES, Tally, check_independence, check_look, check_step, check_tokens, seed_draws
-from random_steps import Output, Step, steps
+from random_steps import Output, Step, seeded_steps, steps
 from support import fresh
 from torch._dynamo.utils import counters
 
 from fs_inductor.kernels.epilogue_ops import OPS
 
 STEPS = int(os.environ.get("RANDOM_STEPS", "150"))
+LONG = STEPS >= 1000
 SEED = os.environ.get("RANDOM_SEED")
 COMPILED = 10
 ALPHA = 1e-3
@@ -32,17 +33,21 @@ ALPHA = 1e-3
 
 
 def explore(check: Callable[[Step], None], examples: int, accept: Callable[[Step], bool] = lambda step: True) -> None:
-    """Calls ``check`` with steps of the grammar, the same ones in each run; a failing step is shrunk and printed."""
+    """Calls ``check`` with steps of the grammar, the same ones in each run; a failing step is printed.
+
+    Short runs shrink it first; long ones look further instead.
+    """
+    strategy, phases = (seeded_steps(), (Phase.generate,)) if LONG else (steps(), (Phase.generate, Phase.shrink))
 
     @settings(
         max_examples=examples,
         derandomize=SEED is None,
         database=None,
         deadline=None,
-        phases=(Phase.generate, Phase.shrink) if STEPS < 2000 else (Phase.generate,),
+        phases=phases,
         suppress_health_check=list(HealthCheck),
     )
-    @given(steps().filter(accept))
+    @given(strategy.filter(accept))
     def run(step: Step) -> None:
         check(step)
 
