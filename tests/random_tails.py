@@ -66,6 +66,7 @@ PROBS = [
     ),
     Probs("by hand", "p = torch.exp(x - x.max(dim=-1, keepdim=True).values)\np = p / p.sum(-1, keepdim=True)"),
     Probs("unnormalised", "p = (x - x.amax(-1, keepdim=True)).exp()"),
+    Probs("squared", "p = x.float().softmax(-1).square()", fuses=None, score="2.0 * x"),
     Probs("minus logsumexp", "p = (x - x.logsumexp(-1, keepdim=True)).exp()", (8,)),
 ]
 
@@ -252,7 +253,6 @@ REFUSALS = [
     ),
     Refusal("sampled along rows", "token = x.softmax(0).multinomial(1)", stage="tail", sinks=1, finite=True),
     Refusal("no replacement", "token = x.softmax(-1).multinomial(2)", (19,), stage="tail", sinks=1),
-    Refusal("probabilities squared", "token = x.softmax(-1).square().multinomial(1)", stage="tail", sinks=1),
     Refusal("weights without softmax", "token = (x.sigmoid() + 0.1).multinomial(1)", stage="tail", sinks=1),
     Refusal(
         "wrong sign", "token = (x + torch.log(-torch.log(torch.rand_like(x)))).argmax(-1)", (5,), stage="tail", sinks=1
