@@ -49,6 +49,7 @@ def explore(check: Callable[[Step], None], examples: int, accept: Callable[[Step
     )
     @given(strategy.filter(accept))
     def run(step: Step) -> None:
+        hypothesis.note(repr(step))
         check(step)
 
     (hypothesis.seed(int(SEED))(run) if SEED else run)()
@@ -104,7 +105,7 @@ def test_random_steps_compiled_whole(own_cache, capsys):
         torch._dynamo.reset()
         counters.clear()
         seed_draws(step)
-        options = {"flashsampling.min_vocab": 0, "flashsampling.strict": bool(step.fuses)}
+        options = {"flashsampling.min_vocab": 0}
         compiled = torch.compile(step.function(), backend="flashsampling", options=options, fullgraph=True)
         for copies, number in ((1, 0.7), (2, 0.8), (3, 0.9), (4, 1.3), (150, 1.1)):
             numbers = [number] * len(step.numbers)
