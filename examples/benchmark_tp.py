@@ -222,10 +222,15 @@ def start(ranks: Ranks, name: str, call: Call | None, calls: int) -> Timer | Non
 def measure(ranks: Ranks, timers: dict[str, Timer | None], rounds: int) -> dict[str, float]:
     """Median microseconds of each variant, all measured in turn; a run is as long as its slowest rank's."""
     times: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
     for _ in range(rounds):
-        for name, timer in timers.items():
-            ranks.meet()
-            times[name].append(ranks.largest(timer.run() if timer else 0.0))
+        names.append(names.pop(0))  # another one follows the idle ranks of the one-rank product each time
+        for name in names:
+            timer = timers[name]
+            for _ in range(2):  # the first brings all GPUs to the clock that this variant's power leaves them
+                ranks.meet()
+                us = ranks.largest(timer.run() if timer else 0.0)
+            times[name].append(us)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

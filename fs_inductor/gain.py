@@ -31,12 +31,11 @@ class Rule:
 
 # Measured (README, Benchmarks): on a CPU, smaller heads pay for the many small calls of a chunk; on an H200, 1024 ids
 # lose to a compiled race by some microseconds, and 32,000 win, at every batch that was measured, which is up to 4096.
-# Float32 heads lose at every batch while torch keeps their products exact, and past some batch with TF32.
+# Float32 heads lose at every batch while torch keeps their products exact, and win with TF32.
 RULES = {
     "cpu": Rule(min_vocab=50_000),
     "cuda": Rule(min_vocab=4096),
     "cuda, float32": Rule(min_vocab=4096, max_batch=0),
-    "cuda, tf32": Rule(min_vocab=4096, max_batch=64),
 }
 
 
@@ -44,9 +43,8 @@ def measured(device_type: str, dtype: torch.dtype) -> Rule:
     """The rule for heads of ``dtype``, under torch's present precision of float32 products."""
     if device_type == "cpu":
         return RULES["cpu"]
-    if dtype != torch.float32:
-        return RULES["cuda"]
-    return RULES["cuda, tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "cuda, float32"]
+    exact = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return RULES["cuda, float32" if exact else "cuda"]
 
 
 def check_vocab(vocab: Any, rule: Rule, sink: Node) -> None:

@@ -99,8 +99,11 @@ _SINGLE = {
     None: Tile(64, 128, 16, num_warps=8, num_stages=4, flatten=False),
 }
 _SINGLE_TF32 = {
-    16: Tile(16, 128, 64, num_warps=4, num_stages=3, flatten=False),
-    None: Tile(64, 128, 32, num_warps=8, num_stages=3, flatten=False),
+    16: Tile(16, 128, 64, num_warps=4, num_stages=4),
+    32: Tile(32, 128, 64, num_warps=4, num_stages=4),
+    64: Tile(64, 128, 64, num_warps=4, num_stages=4),
+    128: Tile(128, 128, 32, num_warps=8, num_stages=5),
+    None: Tile(128, 256, 32, num_warps=8, num_stages=3, flatten=False),
 }
 # What else max_autotune tries.
 _MORE_16 = {
@@ -139,7 +142,7 @@ def _table(case: Case) -> dict[int | None, Tile]:
     if case.arch == "cpu":
         return _INTERPRETER
     if case.dtype == torch.float32:
-        return _SINGLE_TF32 if case.tf32 else _SINGLE
+        return _SINGLE_TF32 if case.tf32 and case.arch == "sm_90" else _SINGLE
     if case.arch not in ("sm_90", "sm_100", "sm_103"):
         return _POINTER_16
     if case.full:

@@ -572,3 +572,22 @@ def no_linear(h):
 @miss("NO_LINEAR", "prims.rev", h, W)
 def unknown_op_between(h, W):
     return F.linear(h, W).flip(-1).argmax(-1)
+
+
+# -- written in place, and not read where it was written ----------------------------------------------------------
+
+
+@miss("EPILOGUE_OP", "aten.select_scatter.default", h3, W)
+def another_row_than_was_written(h, W):
+    logits = F.linear(h, W)
+    view = logits[:, -1]
+    view += 1
+    return logits[:, -2].argmax(-1)
+
+
+@miss("EPILOGUE_OP", "aten.slice_scatter.default", h, W)
+def another_band_than_was_written(h, W):
+    logits = F.linear(h, W)
+    view = logits[:, 8:]
+    view /= 0.7
+    return logits[:, 9:].argmax(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from idiom_cases import INF, T, W, Wb, bias, draw, exact, greedy, h, h3, hb, lin, mask, row_bias
+from idiom_cases import INF, T, W, Wb, Wh, bias, draw, exact, greedy, h, h3, hb, hh, lin, mask, row_bias
 from support import FEATURES, VOCAB
 from torch.nn import functional as F
 
@@ -104,3 +104,38 @@ def last_piece_of_vocabulary(h, W, b):
 def middle_piece_of_vocabulary(h, W, m):
     logits = F.linear(h, W).masked_fill(m, float("-inf"))
     return logits.split([30, 100, 30], -1)[1].softmax(-1).multinomial(1) + 30
+
+
+# -- written in place, through a view of the logits ---------------------------------------------------------------
+
+columns = mask[0]
+
+
+@draw(15, h3, W, columns, logits=lambda h, W, m: lin(h[:, -1], W).masked_fill(m, -INF))
+def masked_in_place_at_the_last_position(h, W, m):
+    logits = F.linear(h, W)[:, -1]
+    logits[:, m] = -INF
+    return torch.multinomial(logits.softmax(-1), 1)
+
+
+@greedy(12, h3, W)
+def scaled_in_place_at_the_last_position(h, W):
+    logits = F.linear(h, W)[:, -1]
+    logits += 0.5
+    logits /= 0.7
+    return logits.argmax(-1)
+
+
+@greedy(13, h3, W)
+def band_masked_in_place(h, W):
+    logits = F.linear(h, W)[:, -1][..., 12:150]
+    logits[..., -9:] = -INF
+    logits[:, 3] = -INF
+    return logits.argmax(-1)
+
+
+@draw(6, hh, Wh, logits=lambda h, W: lin(h, W) / 0.7)
+def half_noise_tempered_by_a_number(h, W):
+    logits = F.linear(h, W)
+    noise = -torch.log(-torch.log(torch.rand_like(logits)))
+    return (logits + 0.7 * noise).argmax(-1)

@@ -33,7 +33,7 @@ def test_two_ranks_measure_every_variant_and_agree(tmp_path):
     result = json.loads((tmp_path / "tensor_parallel_2.json").read_text())
     (cell,) = result["cells"]
     assert [cell[key] for key in "VDB"] == [301, 16, 2]
-    assert len(cell["us"]) == 5 and min(cell["us"].values()) > 0
+    assert len(cell["us"]) == 6 and min(cell["us"].values()) > 0
     assert set(cell["checked"]) == {"op: sample_sharded", "compiled: fused"}
     for found in cell["checked"].values():
         assert found["steps"] == 30 and found["agree"]

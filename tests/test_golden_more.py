@@ -127,3 +127,35 @@ sample(hidden f32[B, 16], weight f32[50, 16], seed i64[], operands [f32[50]])
 sample(hidden f32[B, 16], weight f32[100, 16], seed i64[], operands [bool[B, 100]])
   program: x0 = where(a0, -inf, acc)""",
         )
+
+    def test_masked_in_place_at_the_last_position(self):
+        self.golden(
+            CASES["masked_in_place_at_the_last_position"],
+            """\
+sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [bool[160]])
+  program: x0 = where(a0, -inf, acc)""",
+        )
+
+    def test_scaled_in_place_at_the_last_position(self):
+        self.golden(
+            CASES["scaled_in_place_at_the_last_position"],
+            """\
+argmax(hidden f32[B, 16], weight f32[160, 16])
+  program: x0 = add(acc, 0.5); x1 = div(x0, 0.7)""",
+        )
+
+    def test_band_masked_in_place(self):
+        self.golden(
+            CASES["band_masked_in_place"],
+            """\
+argmax(hidden f32[B, 16], weight f32[138, 16], operands [bool[138], bool[138]])
+  program: x0 = where(a0, -inf, acc); x1 = where(a1, -inf, x0)""",
+        )
+
+    def test_half_noise_tempered_by_a_number(self):
+        self.golden(
+            CASES["half_noise_tempered_by_a_number"],
+            """\
+sample(hidden f16[B, 16], weight f16[160, 16], seed i64[])
+  program: x0 = round(acc, f16); x1 = div(x0, 0.7)""",
+        )

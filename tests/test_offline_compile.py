@@ -25,6 +25,7 @@ CASES = [
     *((90, "bfloat16", batch, 2048, TEMPERED, False) for batch in (16, 32, 64, 128, 256)),
     (90, "bfloat16", 128, 8192, TEMPERED, False),
     *((90, "float32", batch, 2048, "", False) for batch in (16, 64)),
+    *((90, "tf32", batch, 2048, "", False) for batch in (16, 32, 64, 128, 256)),
     *((80, "bfloat16", batch, 2048, TEMPERED, False) for batch in (16, 32, 64, 128)),
     (100, "bfloat16", 256, 2048, TEMPERED, False),
     *(("gfx942", "bfloat16", batch, 2048, TEMPERED, False) for batch in (16, 128)),
@@ -91,6 +92,8 @@ def compile_case(arch, dtype, batch, depth, program, greedy):
     kernel, gemm_sample.gemm_sample_kernel = gemm_sample.gemm_sample_kernel, CompileOnly()
     name = arch if amd else f"sm_{arch}"
     tiles.device_info = lambda device: tiles.DeviceInfo(name, 132, not amd and arch >= 90, 64 if amd else 32)
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    dtype = "float32" if dtype == "tf32" else dtype
     vocab = 151936
     # Never touched, so never backed by memory.
     hidden, weight = (torch.empty(rows, depth, dtype=getattr(torch, dtype)) for rows in (batch, vocab))

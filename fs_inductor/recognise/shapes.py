@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,37 @@ class PieceStep(ShapeStep):
 
 
 @dataclass(frozen=True)
+class WrittenStep(ShapeStep):
+    """A view read again after it was written to in place: ``select(select_scatter(base, x))`` is ``x``."""
+
+    parts: tuple[Node, ...] = ()
+
+    @property
+    def source(self) -> Node:
+        return self.parts[-1].args[1]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """With what was written over, as far as nobody else reads it."""
+        found = list(self.parts)
+        for scatter in [part for part in self.parts if part.target in _WRITES.values()]:
+            base = scatter.args[0]
+            while _is_passed(base) or base.target in _WRITES.values():
+                if any(user not in found for user in base.users):
+                    break
+                found.append(base)
+                base = base.args[0]
+        return tuple(found)
+
+    @property
+    def slices_vocab(self) -> bool:
+        return False
+
+    def replay(self, call: Call, x: Node, spans_vocab: bool, narrowed: Narrowed = None) -> Node:
+        return x
+
+
+@dataclass(frozen=True)
 class ViewStep(ShapeStep):
     """Several views, one after another, that leave the vocabulary alone together: it is merged and split again."""
 
@@ -225,8 +257,45 @@ def step_back(node: Node, dim: int) -> ShapeStep | None:
         if cut_dim(cut) == dim:
             _piece_bounds(node)
         return PieceStep(node, dim, dim)
+    written = _written(node)
+    if written:
+        return WrittenStep(node, dim, dim, written)
     trace = _BACK.get(node.target)
     return None if trace is None else ShapeStep(node, trace(node, dim), dim)
+
+
+_WRITES = {aten.select.int: aten.select_scatter.default, aten.slice.Tensor: aten.slice_scatter.default}
+
+
+def _written(node: Node) -> tuple[Node, ...]:
+    """If ``node`` takes out of a tensor just what was put there: the nodes back to the scatter; else nothing."""
+    if node.target not in _WRITES or not isinstance(node.args[0], Node):
+        return ()
+    parts, behind = [node], node.args[0]
+    # Functionalisation goes by the shape of the base, such as the matrix product's, and back; views nest.
+    while behind.target is not _WRITES[node.target]:
+        inner = _written(behind) or (behind,)
+        if len(inner) == 1 and not _is_passed(behind):
+            return ()
+        parts += inner
+        behind = inner[-1].args[0 if len(inner) == 1 else 1]
+    if not same_shape(behind, node.args[0]) or _place(node, 1) != _place(behind, 2):
+        return ()
+    return *parts, behind
+
+
+def _is_passed(node: Node) -> bool:
+    return isinstance(node.args[0] if node.args else None, Node) and (node.target in VIEWS or is_identity(node))
+
+
+def _place(node: Node, position: int) -> tuple:
+    """Where a select or slice, or its scatter, reads or writes: the arguments from ``position`` on."""
+    dim = _arg(node, position, "dim", 0) % rank(node.args[0])
+    if node.target in (aten.select.int, aten.select_scatter.default):
+        return dim, _arg(node, position + 1, "index")
+    end = _arg(node, position + 2, "end")
+    start, step = _arg(node, position + 1, "start") or 0, _arg(node, position + 3, "step", 1)
+    return dim, start, sys.maxsize if end is None else end, step
 
 
 def _arg(node: Node, position: int, name: str, default: Any = None) -> Any:

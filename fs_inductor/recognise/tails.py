@@ -282,7 +282,8 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
         candidate, power, raised = _temperature(walk, args[1], POWERS, node, dim)
         made_of = noise.exponential(candidate)
         if made_of is not None and _is_fresh(args[1], node, [*raised, *made_of], used):
-            return _tempered(walk, walk.log_weight(args[0], dim, path), power, node, dim, path)
+            user = raised[-1] if raised else node
+            return _tempered(walk, walk.log_weight(args[0], dim, path), power, user, dim, path)
     if target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
         pairs = [(args[0], args[1], 1 if target is aten.add.Tensor else -1)]
         if target is aten.add.Tensor:
@@ -292,7 +293,8 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
             found = noise.gumbel(candidate)
             if found is not None and found[1] * sign == 1 and logits in walk.dependents and same_shape(logits, node):
                 if _is_fresh(scaled, node, [*product, *found[0]], used):
-                    return _tempered(walk, walk.logit(logits, dim, path), factor, node, dim, path)
+                    user = product[-1] if product else node
+                    return _tempered(walk, walk.logit(logits, dim, path), factor, user, dim, path)
     raise _unknown_noise(node)
 
 
@@ -325,11 +327,11 @@ def _is_outside(walk: Walk, node: Node, user: Node, dim: int) -> bool:
     return node not in walk.dependents and walk.structure.is_row_constant(node, user, dim)
 
 
-def _tempered(walk: Walk, value: Value, t: Any, node: Node, dim: int, path: Path) -> Value:
-    """Noise scaled by T on logits is noise on logits divided by T."""
+def _tempered(walk: Walk, value: Value, t: Any, user: Node, dim: int, path: Path) -> Value:
+    """Noise scaled by T on logits is noise on logits divided by T. user: what scales the noise, and rounds T."""
     if t == 1:
         return value
-    divisor = walk.argument(t, node, dim, path)
+    divisor = walk.argument(t, user, dim, path)
     if divisor.number is None:
         divisor = walk.emit("maximum", divisor, 1e-30)
     return walk.emit("div", value, divisor)
