@@ -103,6 +103,7 @@ def variants(hidden: torch.Tensor, weight: torch.Tensor, wanted: list[str] | Non
         "op: greedy": lambda: lambda: ops.argmax(hidden, weight, [], logits),
         "op: softcap, temperature, bias, mask": rich_call,
         "compiled: fused": lambda: compiled(softmax_multinomial, "flashsampling", hidden, weight),
+        "compiled: fused greedy": lambda: compiled(greedy, "flashsampling", hidden, weight),
     }
     for name, step in STEPS.items():
         table[f"inductor: {name}"] = lambda step=step: compiled(step, "inductor", hidden, weight)
@@ -267,8 +268,8 @@ def ratios(names: list[str]) -> list[tuple[str, str]]:
     pairs = [(n, "matmul") for n in fused]
     pairs += [(n, "op: sample") for n in names if n.startswith("op: ") and n != "op: sample"]
     for base in fused[-1:]:
-        pairs += [(n, base) for n in names if n.startswith(("inductor", "flashinfer"))]
-    return pairs
+        pairs += [(n, base) for n in names if n.startswith(("inductor", "flashinfer")) and n != "inductor: greedy"]
+    return [*pairs, ("inductor: greedy", "compiled: fused greedy")]
 
 
 def environment(on_gpu: bool) -> dict:

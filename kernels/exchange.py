@@ -212,8 +212,7 @@ class Group:
         """A block that all ranks of the group can write to. After each step that may fail, the ranks compare notes."""
         from torch.distributed import _symmetric_memory
 
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # of this thread
         reason, block = "", None
         try:
             tensor = _symmetric_memory.empty(words, dtype=torch.int64, device=device).zero_()

@@ -308,6 +308,7 @@ def _without_a_gpu(rank: int, blocks: list[torch.Tensor], fail: str):
         p.setattr(symmetric, "empty", empty)
         p.setattr(symmetric, "rendezvous", rendezvous)
         p.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        p.setattr(torch.cuda, "set_device", lambda device: None)
         p.setattr(exchange, "_status_words", lambda: torch.zeros(2, dtype=torch.int64))
         p.setattr(exchange, "_obstacle", lambda world: "no Triton" if here == "offer" else "")
         p.setattr(exchange, "_host", lambda: f"host {rank if fail == 'hosts' else 0}")
