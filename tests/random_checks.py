@@ -231,7 +231,8 @@ def check_logits(call: OpCall, score: torch.Tensor, drawn: torch.Tensor, step: S
     """The logits that the op draws from, at the first repetition, are eager's up to a constant per row.
 
     Where a step rounds to a low precision, a last bit of float32 may tip a rounding: some units of the coarse dtype, in
-    few places. Otherwise float32's error is all there is.
+    few places. (Eager itself rounds the last elements of a tensor, which fill no vector, otherwise than the rest.)
+    Otherwise float32's error is all there is.
     """
     ours, score = call.logits()[: len(score)].double()[drawn], score[drawn]
     possible = score > score.amax(-1, keepdim=True) - 1e3
@@ -245,4 +246,4 @@ def check_logits(call: OpCall, score: torch.Tensor, drawn: torch.Tensor, step: S
     tally.count("logits", "off by a rounding", by=tipped)
     tally.worst = max(tally.worst, float(error.max()) / bound)
     assert error.max() <= bound, f"logits differ by {error.max()} of the largest"
-    assert tipped <= 0.02 * len(error), f"logits differ in {tipped} of {len(error)}"
+    assert tipped <= 0.02 * len(error) + 3, f"logits differ in {tipped} of {len(error)}"
