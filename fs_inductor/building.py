@@ -38,12 +38,12 @@ class GraphEditor:
     def call(self, target: Callable, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
+        self.added.append(node)  # at once: should it fail below, `undo` takes it out
         values = map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             node.meta["val"] = target(*values[0], **values[1])
         if "stack_trace" in self.before.meta:
             node.meta["stack_trace"] = self.before.meta["stack_trace"]
-        self.added.append(node)
         return node
 
     def undo(self) -> None:

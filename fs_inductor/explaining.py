@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,12 @@ def explain(
 
     options: as for ``torch.compile(backend="flashsampling", options=...)``; ``dynamic``: as for ``torch.compile``.
     Compile caches are left aside, so the report is complete; ``flashsampling.strict`` and ``enabled`` are ignored,
-    since the report says more. ``fn`` may be compiled already: what it was made from is explained.
+    since the report says more. ``fn`` may be compiled already: what it was made from is explained, with its own options
+    where none are passed.
 
     >>> print(fs_inductor.explain(decode_step)(input_ids, cache))
     """
+    options = _options_of(fn) if options is None else options
     Options.split(options)  # a bad option is an error here, not at the call
     relaxed = {**(options or {}), "flashsampling.strict": False, "flashsampling.enabled": True}
     original = getattr(fn, "_torchdynamo_orig_callable", fn)
@@ -57,6 +60,17 @@ def explain(
         return report
 
     return explained
+
+
+def _options_of(fn: Callable) -> Mapping[str, Any] | None:
+    """The options that ``fn`` was compiled with for our backend; None if it was not, or torch does not tell."""
+    callback = getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
+    if callback is None and inspect.isfunction(fn):
+        callback = inspect.getclosurevars(fn).nonlocals.get("callback")
+    while callback is not None and getattr(callback, "compiler_name", None) is None:
+        # Dynamo's own wrappers of the backend; newer versions of torch call it by the first name.
+        callback = getattr(callback, "_torchdynamo_orig_backend", getattr(callback, "_torchdynamo_orig_callable", None))
+    return callback.kwargs.get("options") if getattr(callback, "compiler_name", None) == "flashsampling" else None
 
 
 def _sentence(reason: str, stack: Sequence[Any]) -> str:

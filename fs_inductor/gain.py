@@ -56,7 +56,8 @@ def check_vocab(vocab: Any, rule: Rule, sink: Node) -> None:
         raise Miss(
             "SMALL_VOCAB",
             f"the vocabulary has {_value(vocab)} entries, fewer than {rule.min_vocab}: a fused kernel would not pay",
-            f"set options={{'flashsampling.min_vocab': {_value(vocab)}}} to fuse it all the same",
+            f"set options={{'flashsampling.min_vocab': {_value(vocab)}}} to fuse it all the same "
+            f"(with mode=, FLASHSAMPLING_MIN_VOCAB={_value(vocab)})",
             sink,
         )
 
@@ -83,7 +84,10 @@ def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node) -> None
     else:
         why = f"{_value(rows)} rows are sampled, more than {rule.max_batch}: a plain product and a sampler are faster"
         hint = ""
-    override = f"set options={{'flashsampling.max_batch': {_value(rows)}}} to fuse it all the same"
+    override = (
+        f"set options={{'flashsampling.max_batch': {_value(rows)}}} to fuse it all the same "
+        f"(with mode=, FLASHSAMPLING_MAX_BATCH={_value(rows)})"
+    )
     raise Miss("NO_GAIN", why, hint + override, sink)
 
 

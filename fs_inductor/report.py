@@ -117,7 +117,8 @@ class Report:
             return "nothing was compiled: pass the uncompiled function that runs the LM head and the sampling"
         return (
             "no multinomial, argmax, max(dim).indices or topk(1).indices is in the compiled code: "
-            "compile a function that includes the LM head and the sampling, not the model's forward alone"
+            "compile a function that includes the LM head and the sampling, not the model's forward alone, "
+            "and write the draw as one of these"
         )
 
 

@@ -376,7 +376,7 @@ def probabilities_returned(h, W):
     return p.multinomial(1), p
 
 
-@miss("PROBS_ESCAPE", "a tensor over the vocabulary is returned", h, W, idiom=24)
+@miss("PROBS_ESCAPE", "over the whole vocabulary is returned", h, W, idiom=24)
 def log_probabilities_returned(h, W):
     logits = F.linear(h, W)
     return logits.argmax(-1), logits.log_softmax(-1)
@@ -574,6 +574,18 @@ def unknown_op_between(h, W):
     return F.linear(h, W).flip(-1).argmax(-1)
 
 
+@miss("NOISE", "aten.div.Tensor", h, W)
+def race_of_scaled_uniforms(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return (p / -torch.rsub(torch.rand_like(p), 1, alpha=0.5).log()).argmax(-1)
+
+
+@miss("NOISE", "aten.div.Tensor", h, W)
+def race_with_a_scaled_guard(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return (p / torch.add(torch.empty_like(p).exponential_(), 1e-6, alpha=1000000)).argmax(-1)
+
+
 # -- written in place, and not read where it was written ----------------------------------------------------------
 
 
@@ -591,3 +603,15 @@ def another_band_than_was_written(h, W):
     view = logits[:, 8:]
     view /= 0.7
     return logits[:, 9:].argmax(-1)
+
+
+@miss("EPILOGUE_OP", "aten.slice_scatter.default", h, W)
+def written_to_whole_numbers(h, W):
+    logits = F.linear(h, W)
+    whole = torch.zeros(logits.shape, dtype=torch.int64)
+    return torch.slice_scatter(whole, logits[:, 1:3] * -0.3, 1, 1, 3)[:, 1:3].argmax(-1)
+
+
+@miss("EPILOGUE_OP", "aten.sin.default", h, W)
+def an_op_without_a_spelling(h, W):
+    return torch.sin(F.linear(h, W)).argmax(-1)

@@ -88,7 +88,7 @@ missed  aten.argmax [PROBS_ESCAPE]
             printed(explain(no_sink, h, W)),
             """\
 flashsampling: 0 fused, 0 missed
-no multinomial, argmax, max(dim).indices or topk(1).indices is in the compiled code: compile a function that includes the LM head and the sampling, not the model's forward alone""",  # noqa: E501
+no multinomial, argmax, max(dim).indices or topk(1).indices is in the compiled code: compile a function that includes the LM head and the sampling, not the model's forward alone, and write the draw as one of these""",  # noqa: E501
         )
 
     def test_too_small_by_default(self):
@@ -99,7 +99,7 @@ flashsampling: 0 fused, 1 missed
 missed  aten.multinomial [SMALL_VOCAB]
         at test_explain.py:LINE (step) return (F.linear(h, W) / 0.7).softmax(-1).multinomial(1)
         why: the vocabulary has 160 entries, fewer than 50000: a fused kernel would not pay
-        what to do: set options={'flashsampling.min_vocab': 160} to fuse it all the same""",
+        what to do: set options={'flashsampling.min_vocab': 160} to fuse it all the same (with mode=, FLASHSAMPLING_MIN_VOCAB=160)""",  # noqa: E501
         )
 
     def test_nothing_compiled(self):
@@ -229,6 +229,20 @@ def test_compiled_functions_are_explained():
     ):
         report = explain(fn, h, W)
         assert len(report.fused) == 1, (fn, str(report))
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "method"])
+def test_a_compiled_functions_own_options_count(kind):
+    class Step(torch.nn.Module):
+        def forward(self, x):
+            return F.linear(x, W).argmax(-1)
+
+    made = {"function": lambda x: F.linear(x, W).argmax(-1), "module": Step(), "method": Step().forward}[kind]
+    with torch.no_grad():
+        for smallest, fused in ((0, 1), (1000, 0)):
+            compiled = torch.compile(made, backend="flashsampling", options={"flashsampling.min_vocab": smallest})
+            assert len(fs_inductor.explain(compiled)(h).fused) == fused
+        assert len(fs_inductor.explain(compiled, options=FUSE)(h).fused) == 1
 
 
 def test_strict_is_ignored_and_other_options_count():

@@ -149,3 +149,38 @@ def test_masks_that_read_another_heads_token():
     arguments = [hidden[:4], torch.cat([W, W]), exact(_g, VOCAB, VOCAB)]
     report = run_pass(step, arguments).report
     assert not report.fused and [miss.code for miss in report.missed] == ["LOGITS_ESCAPE", "NO_LINEAR"]
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        lambda x: x.argmax(-1),
+        lambda x: x.argmax(-1, keepdim=True),
+        lambda x: x.reshape(-1, VOCAB).argmax(-1),
+        lambda x: x.transpose(0, 1).argmax(-1),
+        lambda x: x.permute(1, 0, 2).reshape(-1, VOCAB).argmax(-1),
+    ],
+    ids=["plain", "keepdim", "flat", "transposed", "head by head"],
+)
+@pytest.mark.parametrize(("batch", "heads", "length"), [(6, 3, 7), (4, 3, 3), (3, 3, 3)])
+def test_heads_written_in_place_keep_their_tokens(finish, batch, heads, length):
+    """A view of some positions that is written to and read again: the heads stay where they are."""
+    weight = exact(_g, heads * VOCAB, FEATURES)
+
+    def of_last_position(h, W):
+        logits = F.linear(h, W).view(length, batch, heads, VOCAB)
+        view = logits[-1]
+        view *= 2
+        return finish(logits[-1])
+
+    def of_last_column(h, W):
+        logits = F.linear(h, W).view(batch, length, heads, VOCAB)
+        view = logits[:, -1]
+        view *= 2
+        return finish(logits[:, -1])
+
+    h = exact(_g, length * batch, FEATURES)
+    for step in (of_last_position, of_last_column):
+        rewritten = run_pass(step, [h, weight])
+        assert_fused(rewritten, 1)
+        assert torch.equal(rewritten.result, step(h, weight))

@@ -94,7 +94,7 @@ def _miss(code: str, node: Node, user: Node, sink: Node | None) -> Miss:
         where = "returned" if user.op == "output" else "returned, or saved for the backward pass"
     reason = f"the {what} are also {where}"
     if code == "PROBS_ESCAPE":
-        reason += "" if returned else ", and a tensor over the vocabulary is returned"
+        reason += "" if returned else ", and what comes of them over the whole vocabulary is returned"
         hint = "return only the tokens under torch.no_grad(), or compute the other result in a separate call"
     elif code == "LOGPROBS":
         reason += ", for numbers per row such as a token's log-probability or an entropy"

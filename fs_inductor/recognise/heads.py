@@ -23,6 +23,7 @@ from .shapes import (
     Narrowed,
     PieceStep,
     ShapeStep,
+    WrittenStep,
     aten,
     cut_dim,
     is_identity,
@@ -213,6 +214,8 @@ def _index_of(step: ShapeStep) -> int:
 
 def _follow(step: ShapeStep, place: Place, heads: int) -> Place | None:
     """Where the heads lie after ``step``; None if it picks one of them."""
+    if isinstance(step, WrittenStep):  # its node reads just what its source is
+        return place
     node, (dim, inner) = step.node, place
     target, args = node.target, node.args
     if isinstance(step, PieceStep):

@@ -13,7 +13,7 @@ from .filters import filter_miss
 from .gather import ALL_GATHER, GATHER_TARGETS
 from .miss import Miss
 from .pointwise import CASTS, POINTWISE_TARGETS, SCATTER_TARGETS
-from .shapes import SHAPE_TARGETS, Call, is_piece, rank, same, same_shape, shape
+from .shapes import SHAPE_TARGETS, VIEWS, Call, is_identity, is_piece, rank, same, same_shape, shape
 
 aten = torch.ops.aten
 
@@ -185,6 +185,11 @@ def barrier_miss(barriers: Iterable[Node]) -> Miss:
         for node, name in names.items():
             if any(word in name for word in words):
                 return Miss(code, f"{name} {reason}", hint, node)
+    for node, name in names.items():
+        unknown = torch.Tag.pointwise in getattr(node.target, "tags", ()) and node.target not in PASSABLE
+        if unknown and _processes_logits(node):
+            hint = "use another op, or compute this outside of the way from the LM head to the sampling"
+            return Miss("EPILOGUE_OP", f"the epilogue has no op for {name}", hint, node)
     node = barriers[0] if barriers else None
     where = f" (the search ended at {names[node]})" if node is not None else ""
     return Miss(
@@ -193,6 +198,19 @@ def barrier_miss(barriers: Iterable[Node]) -> Miss:
         "compile the LM head and the sampling in one function, with only pointwise ops and row selections between them",
         node,
     )
+
+
+def _processes_logits(node: Node) -> bool:
+    """Whether only pointwise ops and views lie between ``node`` and a product."""
+    while Linear.match(node) is None:
+        tags = getattr(node.target, "tags", ())
+        if not (node.target in VIEWS or is_identity(node) or node.target in CASTS or torch.Tag.pointwise in tags):
+            return False
+        behind = [n for n in node.all_input_nodes if n.op == "call_function"]
+        if len(behind) != 1:
+            return False
+        node = behind[0]
+    return True
 
 
 _BARRIERS = (

@@ -104,7 +104,7 @@ class Walk(ProgramBuilder):
             return self.literal(constant_of(node), node.meta["val"].dtype)
         if node.target in CASTS:
             return self._cast(self.value(node.args[0], dim, path), node)
-        if node.target is aten.slice_scatter.default and same_shape(node.args[1], node):
+        if node.target is aten.slice_scatter.default and _overwrites(node):
             # Dynamic shapes wrap `l[:, ids] = x` in a slice that covers everything.
             self.absorb(node.args[0])
             return self.value(node.args[1], dim, path)
@@ -358,6 +358,12 @@ def _two_paths(node: Node) -> Miss:
         "mixed before it: lm_head(u + s * (c - u)) of hidden states c and u gives the same logits",
         node,
     )
+
+
+def _overwrites(node: Node) -> bool:
+    """Whether a scatter into a slice replaces all there is by its source, as it is."""
+    source = node.args[1]
+    return same_shape(source, node) and source.meta["val"].dtype == node.meta["val"].dtype
 
 
 def _broadcast(node: Node) -> Miss:

@@ -90,7 +90,7 @@ def _uniform(node: Any) -> list[Node] | None:
     """The nodes of a Uniform(0, 1) variable."""
     nodes: list[Node] = []
     node = _strip(node, nodes, guards=_is_guard_of_uniform)
-    if _is(node, aten.sub.Tensor, aten.rsub.Scalar) and 1 in node.args:
+    if _is(node, aten.sub.Tensor, aten.rsub.Scalar) and _is_unscaled(node) and 1 in node.args:
         x = node.args[1] if node.args[0] == 1 and node.target is aten.sub.Tensor else node.args[0]
         flipped = node.args[0] == 1 if node.target is aten.sub.Tensor else True
         if not flipped:
@@ -134,10 +134,15 @@ def is_dense_view(node: Node) -> bool:
     return offset in ([], [0], [None]) and same(elements, shape(node.args[0])[0])
 
 
+def _is_unscaled(node: Node) -> bool:
+    """Whether an addition or subtraction has no ``alpha``."""
+    return len(node.args) == 2 and not node.kwargs
+
+
 def _is_guard(node: Node) -> bool:
     """A tiny addition, a factor next to one, a tiny lower bound."""
     if node.target is aten.add.Tensor:
-        return _between(node.args[1], 0, MAX_GUARD)
+        return _is_unscaled(node) and _between(node.args[1], 0, MAX_GUARD)
     if node.target is aten.mul.Tensor:
         return _between(node.args[1], 1 - MAX_GUARD, 1)
     low, high = _bounds(node)

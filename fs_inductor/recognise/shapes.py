@@ -281,6 +281,8 @@ def _written(node: Node) -> tuple[Node, ...]:
         behind = inner[-1].args[0 if len(inner) == 1 else 1]
     if not same_shape(behind, node.args[0]) or _place(node, 1) != _place(behind, 2):
         return ()
+    if behind.args[1].meta["val"].dtype != behind.meta["val"].dtype:
+        return ()  # writing has cast it
     return *parts, behind
 
 

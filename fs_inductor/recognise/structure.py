@@ -84,7 +84,7 @@ class Structure:
         if node.target is not aten.mul.Tensor:
             return None
         for x, mask in (node.args, reversed(node.args)):
-            while isinstance(mask, Node) and (is_identity(mask) or mask.target in CASTS):
+            while isinstance(mask, Node) and not _is_bool(mask) and (is_identity(mask) or mask.target in CASTS):
                 mask = mask.args[0]
             if isinstance(mask, Node) and _is_bool(mask) and isinstance(x, Node) and same_shape(x, node):
                 return mask, x

@@ -134,6 +134,6 @@ def _not_one_call(heads: list[Site]) -> Miss | None:
     return Miss(
         "LOGITS_ESCAPE",
         f"{len(heads)} sinks share this linear and {what}, so one kernel call cannot serve them all",
-        "sample once per linear, or give the sinks the same rows, temperature and masks",
+        "give the sinks the same rows, temperature and masks, or call the LM head again for each of them",
         heads[0].linear.node,
     )
