@@ -305,7 +305,8 @@ REFUSALS = [
     Refusal("whole logits", "token = x.int().argmax(-1)", (10,), stage="tail", sinks=1),
     Refusal("sin", "x = torch.sin(x)", finite=True),
     Refusal("floor", "x = torch.floor(x)"),
-    Refusal("floor division", "x = torch.div(x, 0.5, rounding_mode='floor')"),
+    # Eager's floor division makes a NaN of -inf, which it then refuses to draw from.
+    Refusal("floor division", "x = torch.div(x.clamp(min=-30.0), 0.5, rounding_mode='floor')"),
     Refusal("sign", "x = x + torch.sign(x)"),
     Refusal(
         "repetition penalty",

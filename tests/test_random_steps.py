@@ -73,7 +73,7 @@ def check_tally(tally: Tally) -> None:
     assert rows["near-tie"] <= 0.01 * rows["all"]
     for name, p_values in (("fit", tally.fits), ("independence", tally.independences)):
         check_uniform(name, p_values)
-    if LONG:
+    if STEPS >= 2000:  # in fewer, the rarest op may not occur
         assert set(OPS) <= set(tally.counts["epilogue ops"])
         assert set(range(1, 20)) <= set(tally.counts["idioms fused"])
         assert set(range(20, 26)) <= set(tally.counts["idioms missed"])
