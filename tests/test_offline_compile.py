@@ -133,6 +133,8 @@ def reads_alone(ttgir):
     """Whether the layouts of volatile loads give every element to one thread only."""
     layouts = dict(re.findall(r"^(#\w+) = #ttg.blocked<\{(.*?)\}>", ttgir, re.M))
     found = re.findall(r"tt.load .*isVolatile = true.*tensor<([0-9x]+)x!tt.ptr<i64>, (#\w+)>", ttgir)
+    # AMD's compiler has an op of its own for loads that reach from one pointer.
+    found += re.findall(r"buffer_load %scratch_words.* -> tensor<([0-9x]+)xi64, (#\w+)>", ttgir)
     for shape, name in found:
         axes = re.findall(r"(?:PerThread|PerWarp|PerCTA) = \[(.*?)\]", layouts[name])
         axes = [axis.split(",") for axis in axes]
