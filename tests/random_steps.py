@@ -177,6 +177,12 @@ class Writer:
         self.one_batch_size = self.one_batch_size and (not repeats or sizes[0] == ROWS)
         return self.parameter(name, f"tile({text})" if repeats else text)
 
+    def leading_mask(self) -> str:
+        """A bool for each of the first dimension's entries."""
+        count = self.rows[0]
+        self.one_batch_size = self.one_batch_size and (not self.tiled or count == ROWS)
+        return self.parameter("rows", f"tile(mask({count}))" if self.tiled else f"mask({count})")
+
     def segment(self, refusal: Refusal | None) -> None:
         """An LM head, what is done to its logits, and the sinks."""
         self.finite, self.offset = True, 0

@@ -131,7 +131,7 @@ KINDS: dict[str, Callable[[Writer], str]] = {
     "any_mask": _operand("m", MASK, "row", "vocab", "full"),
     "full_mask": _operand("m", MASK, "full"),
     "minus_infinity": _operand("c", BIASES, "vocab", "full"),
-    "leading_mask": lambda w: w.parameter("rows", f"tile(mask({w.rows[0]}))" if w.tiled else f"mask({w.rows[0]})"),
+    "leading_mask": lambda w: w.leading_mask(),
     "ids": lambda w: w.parameter("ids", f"distinct(4, {w.width})"),
     "row_ids": lambda w: w.tensor("ids", f"below({w.width}, {{}})", [*w.rows, 3]),
     "compare": lambda w: w.choose((">", "<", ">=", "<=", "==", "!=")),
