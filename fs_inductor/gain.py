@@ -22,11 +22,13 @@ class Rule:
     min_saving: bytes saved per multiply-add of the product that make up for the slower product past ``max_batch``.
         There the time of the product and the traffic saved both grow as B V, so their ratio depends on neither.
         None: nothing makes up for it.
+    exact_float32: the limit is that of float32 products without TF32.
     """
 
     min_vocab: int
     max_batch: int | None = None
     min_saving: float | None = None
+    exact_float32: bool = False
 
 
 # Measured (README, Benchmarks): on a CPU, smaller heads pay for the many small calls of a chunk; on an H200, 1024 ids
@@ -35,7 +37,7 @@ class Rule:
 RULES = {
     "cpu": Rule(min_vocab=50_000),
     "cuda": Rule(min_vocab=4096),
-    "cuda, float32": Rule(min_vocab=4096, max_batch=0),
+    "cuda, float32": Rule(min_vocab=4096, max_batch=0, exact_float32=True),
 }
 
 
@@ -78,7 +80,7 @@ def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node) -> None
         saving = _number(traffic, traffic.saved / traffic.known(BATCH * VOCAB * FEATURES), by_hint=not sharded)
         if saving is None or saving >= rule.min_saving:
             return
-    if rule.max_batch == 0:
+    if rule.exact_float32:
         why = "a plain float32 product and a sampler are faster on a GPU"
         hint = "allow TF32 (torch.set_float32_matmul_precision('high')), keep the head in bf16, or "
     else:

@@ -45,7 +45,7 @@ class Options:
         if self.min_vocab is not None:
             rule = replace(rule, min_vocab=self.min_vocab)
         if self.max_batch is not None:
-            rule = replace(rule, max_batch=self.max_batch, min_saving=None)
+            rule = replace(rule, max_batch=self.max_batch, min_saving=None, exact_float32=False)
         return rule
 
     @classmethod

@@ -225,10 +225,15 @@ def test_only_exact_float32_on_gpus_has_a_measured_limit(dtype):
 
 
 def test_exact_float32_on_a_gpu_is_told_what_to_do(rule):
-    rule(max_batch=0)
+    rule(max_batch=0, exact_float32=True)
     miss = the_miss(draw, h, W, options=Options())
     assert miss.code == "NO_GAIN" and "float32" in miss.reason
     assert "set_float32_matmul_precision('high')" in miss.hint and "'flashsampling.max_batch': 4" in miss.hint
+
+
+def test_a_limit_of_zero_says_nothing_of_float32():
+    miss = the_miss(draw, h, W, options=Options(min_vocab=0, max_batch=0))
+    assert miss.code == "NO_GAIN" and "float32" not in miss.reason + miss.hint
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")

@@ -240,7 +240,7 @@ def test_five_temperatures_with_replays(strict):
     for temperature, share in [*zip(numbers, shares, strict=True)] * 3:
         tokens = replayed(step, h, W, temperature)
         assert abs((tokens == 0).double().mean().item() - share) < 4 * sigma
-    assert counters["stats"]["unique_graphs"] <= 4
+    assert counters["stats"]["unique_graphs"] <= 3
 
 
 def test_temperature_tensor_is_read_at_replay(strict):
