@@ -120,7 +120,7 @@ def _winners(hidden, weight, seed, operands, program, num_samples, vocab, capaci
         f"{len(operands)} operands",
         f"program {program!r}",
     )
-    group.agree(site)
+    group.agree(site, batch)
     arguments = (hidden, weight, seed, operands, program, num_samples, start)
     if hidden.is_cuda:
         return _winners_cuda(group, *arguments)

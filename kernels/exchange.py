@@ -60,28 +60,31 @@ class Group:
         self.world = process_group.size()
         self._sites: set[tuple] = set()
         self._memory: dict[torch.device, PeerMemory | None] = {}
+        self._incarnation = 0
         self._meetings = 0
         self._said = False
         self._lock = threading.RLock()
         self._alone = self.world == 1 or dist.get_backend(process_group) == "fake"
 
-    def agree(self, site: tuple) -> None:
+    def agree(self, site: tuple, batch: int) -> None:
         """Make sure that all ranks are about to run the same sampling step. Free after a site's first call.
 
-        site: plain values that describe it. Raises ExchangeError, on every rank, if the ranks' differ.
+        site: plain values that describe it. batch: rows of this call. Raises ExchangeError, on every rank, if the
+        ranks' differ.
         """
         if site in self._sites:
             return
         with self._lock:
             if not self._alone:
                 # The number of sites is compared too: a rank with one site more is found at the next new one.
-                mine = f"site {len(self._sites) + 1}: {', '.join(str(part) for part in site)}"
+                mine = f"site {len(self._sites) + 1}: {', '.join(str(part) for part in site)}, {batch} rows"
                 texts = self._gather("site", mine)
                 if len(set(texts)) > 1:
                     listing = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(texts))
                     raise ExchangeError(
                         f"the ranks of process group {self.name!r} are about to run different sampling steps:\n"
-                        f"{listing}\nAll ranks must compile the same code for the same vocabulary."
+                        f"{listing}\nAll ranks must compile the same code for the same vocabulary, and call it with "
+                        "the same number of rows."
                     )
             self._sites.add(site)
 
@@ -165,7 +168,10 @@ class Group:
         Goes through the group's key-value store: that works with every backend, and while a graph is captured.
         """
         store = distributed_c10d._get_process_group_store(self.process_group)
-        prefix = f"flashsampling/{self.name}/{self._meetings}/"
+        if not self._incarnation:
+            # Under torchrun the store outlives the group: what an earlier one of this name left there is not ours.
+            self._incarnation = store.add(f"flashsampling/{self.name}/{self.rank}", 1)
+        prefix = f"flashsampling/{self.name}/{self._incarnation}/{self._meetings}/"
         self._meetings += 1
         # Pairs, because a rank that is at another topic must be found out, not waited for.
         store.set(prefix + str(self.rank), json.dumps([topic, mine]))

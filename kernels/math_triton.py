@@ -119,8 +119,8 @@ else:
         return libdevice.fast_dividef(x, y)
 
 
-# How a mask selects and a value is rounded is chosen here, and not by a constexpr global, with which Triton 3.6 keys its cache by what
-# else the process compiled before.
+# How a mask selects and a value is rounded is chosen here, and not by a constexpr global, with which Triton 3.6 keys
+# its cache by what else the process compiled before.
 if INTERPRET or torch.version.hip is not None:
 
     @triton.jit

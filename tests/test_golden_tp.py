@@ -327,6 +327,30 @@ argmax_sharded(hidden f32[B, 16], weight f32[R, 16], vocab V, capacity C)
   program: acc""",
         )
 
+    def test_into_one_tensor_moved(self):
+        self.golden(
+            "into_one_tensor_moved",
+            """\
+sample_sharded(hidden f32[B, 16], weight f32[R, 16], seed i64[], vocab V, capacity C)
+  program: x0 = div(acc, 0.7)""",
+        )
+
+    def test_into_one_tensor_cut(self):
+        self.golden(
+            "into_one_tensor_cut",
+            """\
+sample_sharded(hidden f32[B, 16], weight f32[R, 16], seed i64[], vocab V, capacity C)
+  program: x0 = div(acc, 0.7)""",
+        )
+
+    def test_into_a_list(self):
+        self.golden(
+            "into_a_list",
+            """\
+argmax_sharded(hidden f32[B, 16], weight f32[R, 16], vocab V, capacity C)
+  program: acc""",
+        )
+
     def test_explicit_last_position(self):
         self.golden(
             "explicit_last_position",
@@ -380,6 +404,11 @@ CODES = {
     "a_part_of_each_shard": "TP_LAYOUT",
     "padding_in_front": "TP_LAYOUT",
     "switched_off": "TP_LAYOUT",
+    "another_order_moved": "TP_LAYOUT",
+    "another_order_in_a_list": "TP_LAYOUT",
+    "rows_of_this_rank": "TP_LAYOUT",
+    "piece_of_this_rank": "TP_LAYOUT",
+    "position_of_this_rank": "TP_LAYOUT",
 }
 
 

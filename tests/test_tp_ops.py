@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 
 import pytest
 import torch
@@ -244,6 +245,37 @@ def test_ranks_that_compiled_different_programs():
         assert message.startswith("ExchangeError: the ranks of process group")
         assert "rank 0, site 2" in message and "exp(acc)" in message
         assert "rank 1, site 2" in message and "tanh(acc)" in message
+
+
+def _run_other_batch(rank: int, world: int) -> str:
+    hidden, weight, _ = _case(100, batch=6 + rank)
+    return _message(OPS.argmax_sharded, hidden, _shard(weight, rank, 50), [], "", 100, 50, _world_name())
+
+
+def test_ranks_with_other_numbers_of_rows():
+    for message in run_ranks(_run_other_batch, 2):
+        assert message.startswith("ExchangeError: the ranks of process group")
+        assert "6 rows" in message and "7 rows" in message
+
+
+def _run_again(rank: int, world: int) -> list[torch.Tensor]:
+    """Two groups of one name, one after the other, over one store, as torchrun's agent keeps it."""
+    tokens = []
+    for vocab in (100, 64):
+        exchange._groups.clear()
+        time.sleep(0.3 * rank)  # time for rank 0 to read what is left of the first group
+        hidden, weight, _ = _case(vocab)
+        capacity = vocab // world
+        shard = _shard(weight, rank, capacity)
+        tokens.append(OPS.argmax_sharded(hidden, shard, [], "", vocab, capacity, _world_name()))
+    return tokens
+
+
+def test_a_group_that_is_made_again():
+    for tokens in run_ranks(_run_again, 2):
+        for vocab, mine in zip((100, 64), tokens, strict=True):
+            hidden, weight, _ = _case(vocab)
+            assert torch.equal(mine, OPS.argmax(hidden, weight, [], ""))
 
 
 def _run_dying(rank: int, world: int, when: str) -> str:

@@ -256,6 +256,49 @@ def explicit_last_position(env):
     return lambda x: draw(gather(env, F.linear(x, weight).float() * 0.5)[:, -1])
 
 
+def gather_into(env: Env, local: torch.Tensor) -> torch.Tensor:
+    """The shards of all ranks behind each other: [world * B, C]."""
+    padded = F.pad(local, (0, env.capacity - env.rows))
+    out = padded.new_empty(env.mesh.size() * len(padded), env.capacity)
+    dist.all_gather_into_tensor(out, padded, group=env.mesh.get_group())
+    return out
+
+
+@case(ROWS)
+def into_one_tensor_moved(env):
+    weight = env.shard()
+
+    def step(x):
+        apart = gather_into(env, F.linear(x, weight)).view(env.mesh.size(), len(x), env.capacity)
+        return draw(apart.movedim(0, 1).reshape(len(x), -1)[:, : env.vocab])
+
+    return step
+
+
+@case(ROWS)
+def into_one_tensor_cut(env):
+    weight = env.shard()
+
+    def step(x):
+        whole = torch.cat(gather_into(env, F.linear(x, weight)).chunk(env.mesh.size()), dim=-1)
+        return draw(whole[:, : env.vocab].float())
+
+    return step
+
+
+@case(ROWS)
+def into_a_list(env):
+    weight = env.shard()
+
+    def step(x):
+        padded = F.pad(F.linear(x, weight), (0, env.capacity - env.rows))
+        shards = [torch.empty_like(padded) for _ in range(env.mesh.size())]
+        dist.all_gather(shards, padded, group=env.mesh.get_group())
+        return torch.cat(shards, dim=-1)[:, : env.vocab].argmax(-1)
+
+    return step
+
+
 # -- operands -------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +385,30 @@ def another_order(env):
 
 
 @not_fused(ROWS)
+def another_order_moved(env):
+    weight = torch.randn(env.capacity, FEATURES)
+
+    def step(x):
+        apart = gather_into(env, F.linear(x, weight[: env.rows])).view(env.mesh.size(), len(x), env.capacity)
+        return apart.permute(1, 2, 0).reshape(len(x), -1).argmax(-1)
+
+    return step
+
+
+@not_fused(ROWS)
+def another_order_in_a_list(env):
+    weight = torch.randn(env.capacity, FEATURES)
+
+    def step(x):
+        local = F.linear(x, weight)
+        shards = [torch.empty_like(local) for _ in range(env.mesh.size())]
+        dist.all_gather(shards, local, group=env.mesh.get_group())
+        return torch.cat(shards[::-1], dim=-1).argmax(-1)
+
+    return step
+
+
+@not_fused(ROWS)
 def a_part_of_each_shard(env):
     weight = torch.randn(env.capacity, FEATURES)
     return lambda x: collectives.all_gather_tensor(F.linear(x, weight)[:, 1:], 1, env.mesh).argmax(-1)
@@ -351,6 +418,25 @@ def a_part_of_each_shard(env):
 def padding_in_front(env):
     weight = torch.randn(env.capacity, FEATURES)
     return lambda x: collectives.all_gather_tensor(F.pad(F.linear(x, weight), (1, 0)), 1, env.mesh).argmax(-1)
+
+
+@not_fused(ROWS)
+def rows_of_this_rank(env):
+    model = env.model()
+    share = BATCH // 2
+    return lambda x: model(x)[env.rank % 2 * share :][:share].argmax(-1)
+
+
+@not_fused(ROWS)
+def piece_of_this_rank(env):
+    model = env.model()
+    return lambda x: draw(model(x).chunk(2)[env.rank % 2])
+
+
+@not_fused(SEQUENCE)
+def position_of_this_rank(env):
+    model = env.model()
+    return lambda x: draw(model(x)[:, env.rank % 2])
 
 
 @not_fused(ROWS, options={"tp": False})

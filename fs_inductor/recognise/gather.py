@@ -1,8 +1,10 @@
 """Tensor parallelism: the all-gather that joins the logits of a vocabulary sharded over ranks.
 
 DTensor and functional collectives spell it ``(pad) -> all_gather_into_tensor -> wait_tensor -> split -> cat(dim)``, or,
-where there is one row, a view in place of split and cat. The gather becomes a step of the site's path that moves
-nothing: rows are the same on both of its sides, and the vocabulary is one rank's shard on one side, whole on the other.
+where there is one row, a view in place of split and cat. ``torch.distributed``'s own collectives add a copy to their
+output, and engines move the dimension of ranks before the vocabulary's and merge the two. The gather becomes a step of
+the site's path that moves nothing: rows are the same on both of its sides, and the vocabulary is one rank's shard on
+one side, whole on the other.
 
 What is recognised, and so what is fused, depends on facts that are equal on all ranks.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from .miss import Miss
-from .shapes import Call, Narrowed, ShapeStep, rank, same, shape
+from .shapes import VIEWS, Call, Narrowed, PieceStep, ShapeStep, cut_dim, rank, same, same_shape, shape
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
@@ -31,7 +34,9 @@ GATHER_TARGETS = {
     aten.split.Tensor,
     aten.cat.default,
     aten.constant_pad_nd.default,
+    aten.copy.default,
 }
+_EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 
 
 @dataclass(frozen=True)
@@ -60,35 +65,16 @@ def match_gather(node: Node, dim: int) -> GatherStep | None:
     Raises:
         Miss: TP_LAYOUT, for a gather that joins something else than shards of the vocabulary.
     """
+    parts: list[Node] = [node]
     if node.target is aten.cat.default:
-        pieces = list(node.args[0])
-        split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
-        if split is None or split.target is not aten.split.Tensor or split.args[0].target not in _WAIT:
-            return None
-        wait, parts = split.args[0], [node, *pieces, split]
-        gathered = wait.args[0]
-        in_order = [piece.args for piece in pieces] == [(split, i) for i in range(len(pieces))]
-        joined = (node.args[1] if len(node.args) > 1 else 0) % rank(node)
-        split_dim = split.args[2] if len(split.args) > 2 else 0
-        if not _is_gather(gathered) or not in_order or split_dim != 0 or len(pieces) != gathered.args[1]:
-            raise _layout(node, "puts the shards together in an order of its own")
-        if not same(shape(pieces[0])[0], shape(gathered.args[0])[0]):
-            raise _layout(node, "cuts the gathered tensor elsewhere than between ranks")
-        if joined != dim:
-            raise _layout(node, "gathers rows, not the vocabulary")
-    elif node.target in (aten.view.default, aten.reshape.default) and node.args[0].target in _WAIT:
-        # One row: the shards lie behind each other already.
-        wait, parts = node.args[0], [node]
-        gathered = wait.args[0]
-        if not _is_gather(gathered) or rank(node) != rank(gathered.args[0]):
-            return None
-        local = shape(gathered.args[0])
-        if not same(math.prod(local[:dim] + local[dim + 1 :]), 1) or not same(shape(node)[dim], math.prod(shape(wait))):
-            return None
+        gathered = _joined(node, dim, parts)
+    elif node.target in VIEWS:
+        gathered = _one_row(node, dim, parts) or _moved(node, dim, parts)
     else:
         return None
+    if gathered is None:
+        return None
     inner = gathered.args[0]
-    parts += [wait, gathered]
     capacity = shape(inner)[dim]
     if not isinstance(capacity, int):
         raise _layout(node, "gathers shards of a size that is not known at compile time")
@@ -100,11 +86,106 @@ def match_gather(node: Node, dim: int) -> GatherStep | None:
     return GatherStep(node, dim, dim, capacity, gathered.args[1], gathered.args[2], inner, tuple(parts))
 
 
+def _joined(node: Node, dim: int, parts: list[Node]) -> Node | None:
+    """The gather of ``cat`` over the ranks' pieces, which are split off or sliced out of what was gathered."""
+    pieces = list(node.args[0])
+    in_order, gathered = True, None
+    for i, piece in enumerate(pieces):
+        cut = piece = _uncopied(piece, parts)
+        if piece.target is operator.getitem and piece.args[0].target is aten.split.Tensor:
+            parts.append(piece)
+            cut = piece.args[0]
+            along = cut.args[2] if len(cut.args) > 2 else 0
+            in_order &= piece.args[1] == i and along == 0
+        elif piece.target is aten.slice.Tensor:
+            along, start = (*piece.args[1:3], 0, 0)[:2]
+            in_order &= along == 0 and same(_number(start), i * shape(piece)[0])
+        else:
+            return None
+        parts.append(cut)
+        source = _gathered(cut.args[0], parts)
+        if source is None or gathered not in (None, source):
+            return None
+        gathered = source
+    joined = (node.args[1] if len(node.args) > 1 else 0) % rank(node)
+    if gathered is None or not in_order or len(pieces) != gathered.args[1]:
+        raise _layout(node, "puts the shards together in an order of its own")
+    if not all(same_shape(piece, gathered.args[0]) for piece in pieces):
+        raise _layout(node, "cuts the gathered tensor elsewhere than between ranks")
+    if joined != dim:
+        raise _layout(node, "gathers rows, not the vocabulary")
+    return gathered
+
+
+def _one_row(node: Node, dim: int, parts: list[Node]) -> Node | None:
+    """The gather of a view of one row, whose shards lie behind each other already."""
+    gathered = _gathered(node.args[0], found := [])
+    if gathered is None or rank(node) != rank(gathered.args[0]):
+        return None
+    local = shape(gathered.args[0])
+    if not same(math.prod(local[:dim] + local[dim + 1 :]), 1) or not same(shape(node)[dim], math.prod(shape(found[0]))):
+        return None
+    parts += found
+    return gathered
+
+
+def _moved(node: Node, dim: int, parts: list[Node]) -> Node | None:
+    """The gather of ``view(world, *local).movedim(0, dim).reshape(...)``: how engines gather along a dimension."""
+    found, moved = [], node.args[0]
+    while isinstance(moved, Node) and moved.target is aten.clone.default:
+        found.append(moved)
+        moved = moved.args[0]
+    if not isinstance(moved, Node) or moved.target is not aten.permute.default or moved.args[0].target not in VIEWS:
+        return None
+    found += [moved, moved.args[0]]
+    gathered = _gathered(moved.args[0].args[0], found)
+    if gathered is None:
+        return None
+    local = shape(gathered.args[0])
+    apart = (gathered.args[1], *local)
+    whole = (*local[:dim], gathered.args[1] * local[dim], *local[dim + 1 :]) if dim < len(local) else ()
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(apart))]
+    if not _sizes(moved.args[0], apart) or list(moved.args[1]) != order or not _sizes(node, whole):
+        raise _layout(node, "puts the shards together in an order of its own")
+    parts += found
+    return gathered
+
+
+def _gathered(node: Any, parts: list[Node]) -> Node | None:
+    """The all-gather that ``node`` is the awaited result of, copied perhaps; adds what lies between to ``parts``."""
+    found: list[Node] = []
+    wait = _uncopied(node, found)
+    if not isinstance(wait, Node) or wait.target not in _WAIT or not _is_gather(wait.args[0]):
+        return None
+    parts += [*found, wait, wait.args[0]]
+    return wait.args[0]
+
+
+def _uncopied(node: Any, parts: list[Node]) -> Any:
+    """What was copied into ``node``: collectives that write to their output become a copy to it."""
+    while isinstance(node, Node) and node.target is aten.copy.default:
+        source = node.args[1]
+        if not same_shape(node, source) or node.meta["val"].dtype != source.meta["val"].dtype:
+            break
+        parts += [node, *([node.args[0]] if node.args[0].target in _EMPTY else [])]
+        node = source
+    return node
+
+
+def _number(size: Any) -> Any:
+    return size.meta["val"] if isinstance(size, Node) else size
+
+
+def _sizes(node: Node, sizes: tuple) -> bool:
+    return rank(node) == len(sizes) and all(same(a, b) for a, b in zip(shape(node), sizes, strict=True))
+
+
 def gather_of(path: tuple[ShapeStep, ...]) -> GatherStep | None:
     """The gather of a site's path, if it has one.
 
     Raises:
-        Miss: TP_LAYOUT, if there are two, or if the vocabulary is sliced but for the padding at its end.
+        Miss: TP_LAYOUT, if there are two, if the vocabulary is sliced but for the padding at its end, or if what
+            follows the gather may be other rows on every rank.
     """
     gathers = [step for step in path if isinstance(step, GatherStep)]
     if not gathers:
@@ -116,7 +197,29 @@ def gather_of(path: tuple[ShapeStep, ...]) -> GatherStep | None:
             start, _, stride = step.bounds()
             if path.index(step) < path.index(gathers[0]) or start != 0 or stride != 1:
                 raise _layout(step.node, "takes a part of a sharded vocabulary")
+    for step in path[path.index(gathers[0]) + 1 :]:
+        if not step.slices_vocab and _numbers_rows(step):
+            # A rank that keeps rows of its own would compare its winners with those of other rows.
+            raise _layout(
+                step.node,
+                "picks rows by their number after the gather, and the numbers may be the rank's own",
+                "pick the rows of the hidden states, before the LM head, or count from the end, as [:, -1] does",
+            )
     return gathers[0]
+
+
+def _numbers_rows(step: ShapeStep) -> bool:
+    """Whether the graph says by number which rows the step keeps; counted from the end, they are any rank's."""
+    node, sizes = step.node, shape(step.source)
+    if isinstance(step, PieceStep):
+        return not same(sizes[cut_dim(node.args[0])], 1)
+    if node.target is aten.select.int:
+        dim, index = node.args[1:3]
+        return not same(sizes[dim], 1) and not (isinstance(index, int) and index < 0)
+    if node.target is aten.slice.Tensor:
+        start, end, stride = step.bounds()
+        return not (isinstance(start, int) and start < 0 and stride == 1 and end in (None, sys.maxsize))
+    return False
 
 
 def _is_gather(node: Any) -> bool:
@@ -131,10 +234,8 @@ def _check_padding(pad: Node, dim: int) -> None:
             raise _layout(pad, "pads elsewhere than at the end of the vocabulary")
 
 
-def _layout(node: Node, what: str) -> Miss:
-    return Miss(
-        "TP_LAYOUT",
-        f"{node.target} {what}",
-        "shard the LM head's output dimension evenly over one process group (ColwiseParallel) and gather it once",
-        node,
-    )
+_GATHER_ONCE = "shard the LM head's output dimension evenly over one process group (ColwiseParallel) and gather it once"
+
+
+def _layout(node: Node, what: str, hint: str = _GATHER_ONCE) -> Miss:
+    return Miss("TP_LAYOUT", f"{node.target} {what}", hint, node)

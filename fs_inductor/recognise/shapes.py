@@ -56,7 +56,7 @@ class ShapeStep:
         return self.node.target is aten.slice.Tensor and self._slice_dim() == self.dim_in
 
     def bounds(self) -> tuple[Any, Any, Any]:
-        """Start, end and stride of a slice of the vocabulary."""
+        """Start, end and stride of a slice."""
         return _arg(self.node, 2, "start") or 0, _arg(self.node, 3, "end"), _arg(self.node, 4, "step", 1)
 
     def _slice_dim(self) -> int:
