@@ -121,19 +121,21 @@ def _not_one_call(heads: list[Site]) -> Miss | None:
     draws = {(head.program, tuple(head.operands)) for head in heads if head.draws}
     greedy = {(head.program, tuple(head.operands)) for head in heads if not head.draws}
     noise = [node for head in heads for node in head.noise]
+    again = "call the LM head again for each of them"
+    hint = f"give the sinks the same rows, temperature and masks, or {again}"
     if len(rows) > 1:
         what = "sample different rows or slices of it"
     elif len(draws) > 1 or len(greedy) > 1:
         what = "process its logits differently"
     elif len(noise) != len(set(noise)):
-        what = "share one noise tensor, so their draws are not independent"
+        what, hint = "share one noise tensor, so their draws are not independent", "draw fresh noise for each sink"
     elif draws and greedy and heads[0].gather is not None:
-        what = "are both greedy and drawn, which a sharded vocabulary does not support yet"
+        what, hint = "are both greedy and drawn, which a sharded vocabulary does not support yet", again
     else:
         return None
     return Miss(
         "LOGITS_ESCAPE",
         f"{len(heads)} sinks share this linear and {what}, so one kernel call cannot serve them all",
-        "give the sinks the same rows, temperature and masks, or call the LM head again for each of them",
+        hint,
         heads[0].linear.node,
     )
