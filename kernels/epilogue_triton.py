@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from . import math_triton
-from .epilogue import Arg, Kind, Program, Ref
+from .epilogue import Arg, Instruction, Kind, Program, Ref
 from .epilogue_ops import OPS, Term, constant, spell, spell_block, to_f32
 
 _AXES = {"scalar": "", "row": "row", "token": "token", "full": "row token"}
@@ -70,28 +70,60 @@ def _source(program: Program, kinds: Sequence[Kind]) -> str:
             unread[f"a{n}"] = f"    a{n} = {_value(n, use, kind)}"
             if kind == Kind("full", torch.bool):
                 masks[f"a{n}"] = f"r{n}"
+    readers = _readers(program)
+    held: dict[str, tuple[Term, float]] = {}  # values that their only reader computes: a scaled one, or its tanh
     result = terms["acc"]
-    for n, (op, args) in enumerate((one.op, one.args) for one in program.instructions):
-        inputs = [terms[str(arg)] if isinstance(arg, Ref) else _literal(arg) for arg in args]
+    for n, one in enumerate(program.instructions):
+        op = one.op
+        inputs = [terms[str(arg)] if isinstance(arg, Ref) else _literal(arg) for arg in one.args]
+        result = Term(f"x{n}", frozenset().union(*(term.axes for term in inputs)))
         mask = masks.get(inputs[0].text) if op == "where" else None
         # A full operand changes layout where it becomes a value, and waits for its load there: not before its use.
         for term in inputs[1:] if mask else inputs:
             if term.text in unread:
                 lines.append(unread.pop(term.text))
+        factor, reader = _factor(one), readers.get(f"x{n}", "")
         if all(term.literal is not None for term in inputs):
             result = _literal(OPS[op].torch(*(constant(term.literal) for term in inputs)).item())
+        elif factor and reader == "tanh":
+            held[result.text] = inputs[0], factor
+        elif op == "tanh" and (inputs[0].text in held or reader == "factor"):
+            held[result.text] = held.get(inputs[0].text, (inputs[0], 1.0))
+            if reader != "factor":
+                lines.append(f"    x{n} = {_tanh(*held.pop(result.text), 1.0)}")
+        elif factor and inputs[0].text in held:
+            lines.append(f"    x{n} = {_tanh(*held[inputs[0].text], factor)}")
+        elif mask:
+            values = (term.text if term.literal is None else spell_block(term.literal) for term in inputs[1:])
+            lines.append(f"    x{n} = where_byte({mask}, {', '.join(values)})")
         else:
-            if mask:
-                values = (term.text if term.literal is None else spell_block(term.literal) for term in inputs[1:])
-                text = f"where_byte({mask}, {', '.join(values)})"
-            else:
-                text = OPS[op].spell(*inputs)
-            lines.append(f"    x{n} = {text}")
-            result = Term(f"x{n}", frozenset().union(*(term.axes for term in inputs)))
+            lines.append(f"    x{n} = {OPS[op].spell(*inputs)}")
         terms[f"x{n}"] = result
     widen = "" if len(result.axes) == 2 else "tl.full(acc.shape, 0.0, tl.float32) + "
     lines.append(f"    return {widen}{result.text}")
     return "\n".join(lines) + "\n"
+
+
+def _readers(program: Program) -> dict[str, str]:
+    """What reads the values that are read once: "factor" for a product as in `_factor`, or the name of an op."""
+    reads: dict[str, list[str]] = {}
+    for one in program.instructions:
+        for arg in one.args:
+            reads.setdefault(str(arg), []).append("factor" if _factor(one) else one.op)
+    return {name: ops[0] for name, ops in reads.items() if len(ops) == 1}
+
+
+def _factor(one: Instruction) -> float | None:
+    """The positive number that a value is multiplied by, of a size that `tanh` can take into its fit."""
+    if one.op not in ("mul", "div") or not isinstance(one.args[0], Ref) or isinstance(one.args[1], Ref):
+        return None
+    number = float(one.args[1])
+    factor = number if one.op == "mul" or number == 0 else 1 / number
+    return factor if 2.0**-10 <= factor <= 2.0**10 else None
+
+
+def _tanh(x: Term, inside: float, outside: float) -> str:
+    return f"tanh({x.text}, {inside!r}, {outside!r})"
 
 
 def _load(n: int, kind: Kind) -> str:

@@ -43,19 +43,22 @@ def minimum(x, y):
 
 
 @triton.jit
-def tanh(x):
+def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
+    """OUT * tanh(IN * x): a softcap at the price of the tanh alone. IN > 0."""
     # x P(x^2) / Q(x^2), a minimax fit of relative error 2^-25.5. One special-function op, the
     # reciprocal, where the textbook 1 - 2 / (exp(2 x) + 1) takes two and loses small x: those units
     # are the kernel's bottleneck.
-    x = maximum(minimum(x, 9.02), -9.02)  # where the tanh of an f32 rounds to one
+    LIMIT: tl.constexpr = 9.02 / IN  # where the tanh of an f32 rounds to one
+    S: tl.constexpr = IN * IN
+    x = maximum(minimum(x, LIMIT), -LIMIT)
     z = x * x
-    p = 2.1643002057203375e-08 * z + 3.3447795431129634e-05
-    p = p * z + 0.005677783861756325
-    p = p * z + 0.21742023527622223
-    p = p * z + 1.625
-    q = 1.2613078297363245e-06 * z + 0.0005334989400580525
-    q = q * z + 0.04204041138291359
-    q = q * z + 0.7590866088867188
+    p = 2.1643002057203375e-08 * OUT * IN * S * S * S * S * z + 3.3447795431129634e-05 * OUT * IN * S * S * S
+    p = p * z + 0.005677783861756325 * OUT * IN * S * S
+    p = p * z + 0.21742023527622223 * OUT * IN * S
+    p = p * z + 1.625 * OUT * IN
+    q = 1.2613078297363245e-06 * S * S * S * S * z + 0.0005334989400580525 * S * S * S
+    q = q * z + 0.04204041138291359 * S * S
+    q = q * z + 0.7590866088867188 * S
     q = q * z + 1.625
     return _quotient(x * p, q)
 
@@ -100,10 +103,6 @@ if INTERPRET:
         power = tl.where((y == 0.0) | (x == 1.0), 1.0, power)
         return power.to(tl.float32)
 
-    @triton.jit
-    def _quotient(x, y):
-        return x / y
-
 else:
 
     @triton.jit
@@ -114,20 +113,33 @@ else:
     def pow(x, y):
         return libdevice.pow(x, y)
 
-    @triton.jit
-    def _quotient(x, y):
-        return libdevice.fast_dividef(x, y)
-
 
 # How a mask selects and a value is rounded is chosen here, and not by a constexpr global, with which Triton 3.6 keys
 # its cache by what else the process compiled before.
 if INTERPRET or torch.version.hip is not None:
 
     @triton.jit
+    def _quotient(x, y):
+        return x / y
+
+    @triton.jit
     def where_byte(mask, x, y):
         return tl.where(mask != 0, x, y)
 
 else:
+
+    @triton.jit
+    def _quotient(x, y):
+        # Opaque: a sum that follows would take the product in, and keep both factors in registers until it has waited
+        # for its own operand. y is far from where the reciprocal underflows.
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 r; rcp.approx.ftz.f32 r, $2; mul.f32 $0, $1, r; }",
+            "=f,f,f",
+            [x, y],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
     @triton.jit
     def where_byte(mask, x, y):

@@ -306,6 +306,32 @@ def test_functions_are_accurate(name):
     assert close(got, expected, ROUNDING[name] + 1)
 
 
+SOFTCAPS = {
+    "x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0)": lambda x: 30 * torch.tanh(x / 30),
+    "x0 = mul(acc, 0.02); x1 = tanh(x0); x2 = div(x1, 0.02)": lambda x: torch.tanh(x * 0.02) / 0.02,
+    "x0 = mul(acc, 1000.0); x1 = tanh(x0)": lambda x: torch.tanh(1000 * x),
+    "x0 = tanh(acc); x1 = mul(x0, 0.001)": lambda x: torch.tanh(x) * 0.001,
+    # Factors that the fit does not take in: negative, too large or small, before or after a rounding, or read twice.
+    "x0 = div(acc, -30.0); x1 = tanh(x0); x2 = mul(x1, -30.0)": lambda x: 30 * torch.tanh(x / 30),
+    "x0 = mul(acc, 1e-06); x1 = tanh(x0); x2 = mul(x1, 1000000.0)": lambda x: 1e6 * torch.tanh(x / 1e6),
+    "x0 = div(acc, 30.0); x1 = tanh(x0); x2 = add(x1, x0)": lambda x: torch.tanh(x / 30) + x / 30,
+    "x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 2.0); x3 = add(x2, x1)": lambda x: 3 * torch.tanh(x / 30),
+    "x0 = mul(2.0, acc); x1 = tanh(x0); x2 = mul(x1, x1)": lambda x: torch.tanh(2 * x) ** 2,
+    "x0 = div(a0, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0); x3 = mul(acc, x2)": lambda x: x * 30 * math.tanh(0.7 / 30),
+}
+
+
+@pytest.mark.parametrize("text", SOFTCAPS)
+def test_softcaps(text):
+    """Factors next to a tanh become part of it."""
+    x = torch.linspace(-400, 400, 16 * 64).view(16, 64)
+    program = Program.parse(text)
+    operands = [torch.tensor(0.7)] if program.num_operands else []
+    expected = SOFTCAPS[text](x.double())
+    assert close(run_triton(program, x, operands), expected, 16)
+    assert close(program.run(x, operands), expected, 16)
+
+
 @pytest.mark.parametrize("shapes", list(itertools.product(SHAPES, repeat=2)))
 def test_operands_of_every_shape(shapes):
     acc, operand = tile(), operands_of_each_shape()
@@ -497,7 +523,8 @@ for shape in SHAPES:  # it takes elements in pairs, and a thread may have a sing
         text = ptx(f"x0 = round(a0, {dtype}); x1 = add(acc, x0)", [(shape, "f")])
         assert f"cvt.rn.{dtype}" in text
 text = ptx("x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0)", [])
-assert "div.rn" not in text and text.count("div.approx") == 16 and "ex2" not in text
+assert "div" not in text and text.count("rcp.approx") == 16 and "ex2" not in text
+assert text.count("mul.f32") == 48, "the scales of a softcap cost nothing"
 assert "max.NaN" in ptx("x0 = maximum(acc, 0.0)", [])
 print("ok")
 """
