@@ -80,15 +80,13 @@ _HOPPER_16 = {
 }
 # Long products hide what the wide tile's epilogue costs, and read the hidden states half as often.
 _HOPPER_16_LONG = _HOPPER_16 | {128: _HOPPER_16[None]}
-# With a [B, V] operand the epilogue outlasts the loads that are under way, and a second program fills the gap. At 64
-# rows that pays only while tiles are short: two programs leave each fewer loads ahead.
+# With a [B, V] operand the epilogue outlasts the loads that are under way. At 16 rows a second program fills the gap, at
+# 32 a fifth stage; beyond 64 fewer and larger tiles do, and three stages there leave the operands a larger L1.
 _HOPPER_16_FULL = _HOPPER_16 | {
     16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
-    None: replace(_HOPPER_16[None], num_stages=3),  # leaves the operands a larger L1
-}
-_HOPPER_16_FULL_SHORT = _HOPPER_16_FULL | {
-    32: Tile(32, 128, 64, num_warps=4, num_stages=5, programs_per_sm=2),
-    64: Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
+    32: Tile(32, 128, 128, num_warps=4, num_stages=5),
+    128: _HOPPER_16[None],
+    None: replace(_HOPPER_16[None], num_stages=3),
 }
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {
@@ -112,7 +110,11 @@ _SINGLE_TF32 = {
 _MORE_16 = {
     16: (Tile(16, 128, 128, num_warps=4, num_stages=5), Tile(16, 256, 64, num_warps=4, num_stages=5)),
     32: (Tile(32, 128, 64, num_warps=4, num_stages=5, programs_per_sm=2),),
-    64: (Tile(64, 128, 64, num_warps=4, num_stages=8), Tile(64, 256, 64, num_warps=8, num_stages=4)),
+    64: (
+        Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
+        Tile(64, 128, 64, num_warps=4, num_stages=8),
+        Tile(64, 256, 64, num_warps=8, num_stages=4),
+    ),
     128: (Tile(128, 128, 64, num_warps=8, num_stages=5), Tile(128, 256, 64, num_warps=8, num_stages=4)),
     None: (Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),),
 }
@@ -129,7 +131,7 @@ def candidates(case: Case) -> list[Tile]:
     """Tiles worth measuring for `case`, the table's first."""
     found = [pick(case)]
     if case.arch != "cpu" and case.dtype != torch.float32:
-        tables = (_HOPPER_16, _HOPPER_16_LONG, _HOPPER_16_FULL, _HOPPER_16_FULL_SHORT)
+        tables = (_HOPPER_16, _HOPPER_16_LONG, _HOPPER_16_FULL)
         others = [_of(table, case.batch) for table in (tables if case.arch.startswith("sm_") else ())]
         others += [_of(_POINTER_16, case.batch), *_of(_MORE_16, case.batch)]
         found += [_fit(tile, case) for tile in others]
@@ -149,7 +151,7 @@ def _table(case: Case) -> dict[int | None, Tile]:
     if case.arch not in ("sm_90", "sm_100", "sm_103"):
         return _POINTER_16
     if case.full:
-        return _HOPPER_16_FULL_SHORT if case.hidden < 3072 else _HOPPER_16_FULL
+        return _HOPPER_16_FULL
     return _HOPPER_16 if case.hidden <= 5120 else _HOPPER_16_LONG
 
 

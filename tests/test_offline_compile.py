@@ -32,7 +32,6 @@ CASES = [
     (90, "bfloat16", 128, 2048, ROUND, True),
     (80, "bfloat16", 64, 2048, SOFTCAP, False),
     *((90, "bfloat16", batch, 2048, MASKED, False) for batch in (16, 32, 64, 128, 256)),
-    *((90, "bfloat16", batch, 4096, MASKED, False) for batch in (32, 64)),
 ]
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, "gfx942": 65536}  # the most one block may have, in bytes
 
