@@ -559,6 +559,34 @@ def double_precision(h, W):
     return F.linear(h, W).argmax(-1)
 
 
+@miss("DTYPE", "torch.float8_e4m3fn", h, W)
+def float8_logits(h, W):
+    return F.linear(h, W).to(torch.float8_e4m3fn).float().argmax(-1)
+
+
+@miss("DTYPE", "torch.float8_e5m2", h, W)
+def float8_probabilities(h, W):
+    return F.linear(h, W).softmax(-1).to(torch.float8_e5m2).float().multinomial(1)
+
+
+@miss("DTYPE", "torch.float8_e4m3fn", h, W)
+def float8_normaliser(h, W):
+    weights = F.linear(h, W).exp()
+    return (weights / weights.sum(-1, keepdim=True).to(torch.float8_e4m3fn).float()).argmax(-1)
+
+
+@miss("NOISE", "aten.div.Tensor", h, W)
+def float8_noise(h, W):
+    p = F.linear(h, W).softmax(-1)
+    return (p / torch.empty_like(p).exponential_().to(torch.float8_e4m3fn).float()).argmax(-1)
+
+
+@miss("NOISE", "aten.add.Tensor", h, W)
+def whole_noise(h, W):
+    logits = F.linear(h, W)
+    return (logits + (2 * gumbel_like(logits)).int()).argmax(-1)
+
+
 @miss("QUANTIZED", "aten._int_mm", (h * 8).to(torch.int8).repeat(8, 1), (W * 8).to(torch.int8))
 def int8_product(h, W):
     return torch._int_mm(h, W.t()).argmax(-1)

@@ -26,7 +26,7 @@ from .gather import match_gather
 from .heads import HeadStep, OtherHead, chosen_head
 from .linear import REDUCTIONS, Linear
 from .miss import Miss
-from .pointwise import CASTS, FILL_LIKE, POINTWISE, SCATTER_TARGETS
+from .pointwise import CASTS, FILL_LIKE, POINTWISE, SCATTER_TARGETS, is_float_cast
 from .program import LOW_PRECISION, Path, ProgramBuilder, Value, constant_of
 from .shapes import ShapeStep, is_identity, rank, same_shape
 from .structure import POWERS, Structure
@@ -125,7 +125,7 @@ class Walk(ProgramBuilder):
     def _logit(self, node: Node, dim: int, path: Path) -> Value:
         """Looks for what a row constant may be peeled from; anything else is an ordinary value."""
         target, args = node.target, node.args
-        if target in CASTS and node.meta["val"].dtype.is_floating_point:
+        if is_float_cast(node):
             inner = self.logit(args[0], dim, path)
             # A rounding after a peeled constant would round something else than the graph does: it is dropped.
             return inner if self.structure.peels(args[0], dim) else self._cast(inner, node)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .pointwise import CASTS
+from .pointwise import is_float_cast
 from .shapes import is_identity, rank, same, shape
 
 aten = torch.ops.aten
@@ -110,7 +110,7 @@ def _uniform(node: Any) -> list[Node] | None:
 def _strip(node: Any, nodes: list[Node], guards: Callable[[Node], bool] | None = None) -> Any:
     """Passes casts, rearrangements of independent elements and what ``guards`` accepts."""
     while isinstance(node, Node):
-        if is_identity(node) or node.target in _REARRANGEMENTS or is_dense_view(node) or _is_float_cast(node):
+        if is_identity(node) or node.target in _REARRANGEMENTS or is_dense_view(node) or is_float_cast(node):
             pass
         elif guards is not None and guards(node):
             pass
@@ -170,10 +170,6 @@ def _bounds(node: Node) -> tuple[Any, Any]:
 
 def _between(number: Any, low: float, high: float) -> bool:
     return isinstance(number, (int, float)) and low <= number <= high
-
-
-def _is_float_cast(node: Node) -> bool:
-    return node.target in CASTS and node.meta["val"].dtype.is_floating_point
 
 
 def _tiny_constant(node: Any) -> bool:

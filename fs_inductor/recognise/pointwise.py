@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -82,6 +83,8 @@ for _name in ("and", "or", "xor"):
 POINTWISE[aten.bitwise_not.default] = _same_name("logical_not")
 
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
+# What a program can hold: `round` knows the 16-bit ones, and float64 is computed in float32. Float8 is none of them.
+FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 # Ops that select among their inputs or flip a sign: exact in any float dtype, so nothing has to be rounded again.
 EXACT = {"neg", "abs", "relu", "where", "maximum", "minimum", "round"}
 BOOLEAN = {"eq", "ne", "lt", "le", "gt", "ge", "isnan"} | {f"logical_{w}" for w in ("and", "or", "xor", "not")}
@@ -101,3 +104,7 @@ FILL_LIKE = {
     aten.ones_like.default: lambda node: 1.0,
 }
 POINTWISE_TARGETS = set(POINTWISE) | CASTS | set(FILL_LIKE)
+
+
+def is_float_cast(node: Node) -> bool:
+    return node.target in CASTS and node.meta["val"].dtype in FLOATS

@@ -12,7 +12,7 @@ from .gather import ALL_GATHER, match_gather
 from .heads import head_step
 from .linear import Linear, barrier_miss
 from .miss import Miss
-from .pointwise import CASTS
+from .pointwise import CASTS, is_float_cast
 from .program import constant_of
 from .shapes import ShapeStep, is_identity, rank, same, same_shape, shape, step_back
 
@@ -41,7 +41,7 @@ class Structure:
         """Whether `log_weight` can take ``node``: an exponential, normalised, scaled, zeroed in places, or reshaped."""
         if not isinstance(node, Node) or node not in self.dependents:
             return False
-        if is_identity(node) or (node.target in CASTS and node.meta["val"].dtype.is_floating_point):
+        if is_identity(node) or is_float_cast(node):
             return self.is_weight(node.args[0], dim)
         gather = match_gather(node, dim)
         if gather is not None:
@@ -162,7 +162,7 @@ class Structure:
         """Whether the `logit` walk from ``node`` will drop a row constant before it reaches an ordinary value."""
         if not isinstance(node, Node) or node not in self.dependents or node is self.linear.node:
             return False
-        if is_identity(node) or (node.target in CASTS and node.meta["val"].dtype.is_floating_point):
+        if is_identity(node) or is_float_cast(node):
             return self.peels(node.args[0], dim)
         gather = match_gather(node, dim)
         if gather is not None:

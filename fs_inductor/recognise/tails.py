@@ -21,7 +21,7 @@ from .heads import OtherHead, Stack, same_places, stack_of
 from .linear import PASSABLE, Linear, ancestors, find_linear
 from .logits import Walk
 from .miss import Miss
-from .pointwise import CASTS
+from .pointwise import CASTS, FLOATS, is_float_cast
 from .program import Operand, Path, Value, constant_of
 from .shapes import REPEATING, is_identity, rank, same, same_shape, shape
 from .structure import POWERS
@@ -104,6 +104,7 @@ _EXPLAINED_BY_FILTERS = {"EPILOGUE_OP", "LAYOUT", "NOISE", "NO_LINEAR"}
 
 
 def _walk(sink: Node, output: Node, dim: int, draws: int, linear: Linear, dependents: set[Node], head: int) -> Site:
+    _check_casts(sink, dependents)
     x = sink.args[0]
     walk = Walk(linear, dependents, head)
     noise_nodes: set[Node] = set()
@@ -158,6 +159,20 @@ def _walk(sink: Node, output: Node, dim: int, draws: int, linear: Linear, depend
         gather=gather,
         stack=stack,
     )
+
+
+def _check_casts(sink: Node, dependents: set[Node]) -> None:
+    """Raise a Miss for float8 between linear and sink: its few bits are no rounding of probabilities one may drop."""
+    for node in sink.graph.nodes:
+        if node in dependents and node.target in CASTS:
+            dtype = node.meta["val"].dtype
+            if dtype.is_floating_point and dtype not in FLOATS:
+                raise Miss(
+                    "DTYPE",
+                    f"{node.target} rounds to {dtype}, which the kernel does not do",
+                    "leave the cast out, or cast to bfloat16 or float16 between the LM head and the sampling",
+                    node,
+                )
 
 
 def _sink(sink: Node) -> tuple[Node | None, int, int]:
@@ -252,7 +267,7 @@ def _score(walk: Walk, node: Node, dim: int, path: Path, used: set[Node]) -> Val
         raise _unknown_noise(node)
     walk.visited.add(node)
     target, args = node.target, node.args
-    if is_identity(node) or (target in CASTS and node.meta["val"].dtype.is_floating_point):
+    if is_identity(node) or is_float_cast(node):
         return _score(walk, args[0], dim, path, used)
     gather = match_gather(node, dim)
     if gather is not None:
@@ -308,7 +323,7 @@ def _temperature(walk: Walk, node: Any, targets: set, user: Node, dim: int) -> t
     """
     nodes: list[Node] = []
     inner = node
-    while isinstance(inner, Node) and (is_identity(inner) or inner.target in CASTS):
+    while isinstance(inner, Node) and (is_identity(inner) or is_float_cast(inner)):
         nodes.append(inner)
         inner = inner.args[0]
     if isinstance(inner, Node) and inner.target in targets:
