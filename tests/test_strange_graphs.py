@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from idiom_cases import exact
 from support import assert_fused, run_pass
 from torch.nn import functional as F
 
@@ -63,6 +64,64 @@ def test_greedy_tokens_are_eagers(fn, args, fused):
     assert len(got) == len(want)
     for ours, eager in zip(got, want, strict=True):
         assert ours.shape == eager.shape and ours.dtype == eager.dtype and ours.equal(eager)
+
+
+# Beside bf16 or fp16 logits eager rounds integers first, but not the numbers of some ops.
+MIXED = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: y - x,
+    "mul": lambda x, y: x * y,
+    "mul_first": lambda x, y: y * x,
+    "div": lambda x, y: x / y,
+    "div_first": lambda x, y: y / x,
+    "maximum": lambda x, y: torch.maximum(400 * x, y),
+    "clamp": lambda x, y: torch.clamp(400 * x, max=y),
+    "gt": lambda x, y: torch.where(400 * x > y, 1.0, x),
+    "le": lambda x, y: torch.where(y <= 400 * x, 1.0, x),
+    "constant": lambda x, y: x * torch.full((V,), 773),
+}
+LONG = torch.arange(773, 773 + V)
+NUMBERS = {
+    "token": LONG,
+    "row": LONG[:B, None],
+    "one": LONG[:1],
+    "scalar": LONG[0],
+    "float": torch.tensor(771.3),
+    "wide": LONG * 97,  # infinite in fp16
+    "exact": LONG + 2**24,  # not even float32 has all of these
+    "small": (LONG - 700).to(torch.uint8),
+    "bool": LONG % 2 == 0,
+}
+
+
+def logits_of(op, dtype, number, dynamic=None):
+    generator = torch.Generator().manual_seed(3)
+    h, W = exact(generator, B, D).to(dtype), exact(generator, V, D).to(dtype)
+    rewritten = run_pass(lambda h, W, y: op(h @ W.t(), y).argmax(-1), (h, W, number), dynamic=dynamic)
+    assert_fused(rewritten, 1)
+    return rewritten.calls[0].logits(), op(h @ W.t(), number).float()
+
+
+@pytest.mark.parametrize("op", MIXED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_integers_beside_low_precision_logits(op, dtype):
+    for name in ("token", "row", "one", "scalar", "float", "wide"):
+        ours, eagers = logits_of(MIXED[op], dtype, NUMBERS[name])
+        torch.testing.assert_close(ours, eagers, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("name", ["exact", "small", "bool"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_integers_of_other_sizes(name, dtype):
+    for op in ("add", "mul", "gt"):
+        ours, eagers = logits_of(MIXED[op], dtype, NUMBERS[name])
+        torch.testing.assert_close(ours, eagers, rtol=0, atol=0, msg=op)
+
+
+@pytest.mark.parametrize("number", [773, 771.3])
+def test_symbolic_numbers_used_twice(number):
+    ours, eagers = logits_of(lambda x, y: (x + y) * y, torch.bfloat16, number, dynamic="all")
+    assert ours.equal(eagers)
 
 
 def probabilities_of_one_row(h, W):

@@ -28,7 +28,7 @@ from .linear import REDUCTIONS, Linear
 from .miss import Miss
 from .pointwise import CASTS, FILL_LIKE, POINTWISE, SCATTER_TARGETS, is_float_cast
 from .program import LOW_PRECISION, Path, ProgramBuilder, Value, constant_of
-from .shapes import ShapeStep, is_identity, rank, same_shape
+from .shapes import ShapeStep, is_identity, rank, same, same_shape
 from .structure import POWERS, Structure
 
 aten = torch.ops.aten
@@ -220,17 +220,26 @@ class Walk(ProgramBuilder):
             return self.literal(arg, self._number_dtype(user))
         if arg in self.dependents:
             return self.value(arg, dim, path)
+        dtype = self._operand_dtype(arg, user)
         number = constant_of(arg)
         if number is not None:
-            return self.literal(number, self._number_dtype(user))
+            return self.literal(number, dtype)
         operand = self.operand(arg, rank(user), dim, path)
+        is_bool = operand.dtype is torch.bool
+        return self.round_to(dtype, operand) if dtype in LOW_PRECISION and not is_bool else operand
+
+    def _operand_dtype(self, arg: Node, user: Node) -> torch.dtype:
+        """What eager casts ``arg``, which is no part of the logits, to before ``user`` computes with it.
+
+        That rounds integers beside low-precision logits. A tensor on the CPU with one element is a number to eager,
+        but for the first factor on CPUs; one on the GPU is cast like any other tensor.
+        """
         val = arg.meta["val"]
-        if isinstance(val, torch.Tensor) and (val.dim() > 0 or not val.dtype.is_floating_point):
-            return operand
-        # A 0-d tensor on the CPU is a number to eager; one on the GPU is cast like any other tensor.
-        on_gpu = isinstance(val, torch.Tensor) and val.device.type != "cpu"
-        dtype = _computes_in(user) if on_gpu else self._number_dtype(user)
-        return self.round_to(dtype, operand) if dtype in LOW_PRECISION else operand
+        if isinstance(val, torch.Tensor):
+            first = arg is user.args[0] and self.linear.node.meta["val"].device.type == "cpu"
+            if first or val.device.type != "cpu" or not all(same(size, 1) for size in val.shape):
+                return _computes_in(user)
+        return self._number_dtype(user)
 
     def _number_dtype(self, user: Node) -> torch.dtype:
         """What eager casts a number to before ``user`` computes with it.
@@ -331,12 +340,11 @@ class Walk(ProgramBuilder):
 
 
 def _computes_in(user: Node) -> torch.dtype:
-    """The dtype a pointwise op converts its inputs to: its result's, or in a comparison that of the tensor it reads."""
+    """The dtype a pointwise op converts its inputs to: its result's, or in a comparison what they promote to."""
     dtype = user.meta["val"].dtype
     if dtype is torch.bool:
-        values = [a.meta["val"] for a in user.all_input_nodes]
-        wide = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.dim() > 0]
-        dtype = wide[0] if wide else torch.float32
+        values = [a.meta["val"] if isinstance(a, Node) else a for a in user.args]
+        dtype = torch.result_type(*values) if len(values) == 2 else torch.float32
     return dtype if dtype.is_floating_point else torch.float32
 
 

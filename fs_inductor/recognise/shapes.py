@@ -230,6 +230,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_shape(a: Any, b: Any) -> bool:
+    if not all(isinstance(x.meta["val"], torch.Tensor) for x in (a, b)):
+        return False  # a symbolic number
     sa, sb = shape(a), shape(b)
     return len(sa) == len(sb) and all(same(x, y) for x, y in zip(sa, sb, strict=True))
 
