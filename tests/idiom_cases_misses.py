@@ -587,6 +587,31 @@ def whole_noise(h, W):
     return (logits + (2 * gumbel_like(logits)).int()).argmax(-1)
 
 
+@miss("DTYPE", "1000000000.0 needs float64", h, W)
+def float64_with_a_large_offset(h, W):
+    return ((F.linear(h, W).double() + 1e9) - 1e9).argmax(-1)
+
+
+@miss("DTYPE", "32769 needs float64", h, W)
+def float64_subtracted_from_an_offset(h, W):
+    return torch.rsub(-F.linear(h, W).double(), torch.full((VOCAB,), 32769)).softmax(-1).multinomial(1)
+
+
+@miss("DTYPE", "600.0 needs float64", h, W)
+def float64_with_a_scaled_offset(h, W):
+    return torch.add(F.linear(h, W).double(), 600.0, alpha=100).argmax(-1)
+
+
+@miss("DTYPE", "100000.0 needs float64", h, W)
+def float64_log_probabilities_with_an_offset(h, W):
+    return (F.linear(h, W).double().log_softmax(-1) - 1e5).argmax(-1)
+
+
+@miss("DTYPE", "1e-50 needs float64", h, W)
+def float64_scaled_out_of_range(h, W):
+    return (F.linear(h, W).double() * 1e-50).argmax(-1)
+
+
 @miss("QUANTIZED", "aten._int_mm", (h * 8).to(torch.int8).repeat(8, 1), (W * 8).to(torch.int8))
 def int8_product(h, W):
     return torch._int_mm(h, W.t()).argmax(-1)

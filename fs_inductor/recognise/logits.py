@@ -217,12 +217,14 @@ class Walk(ProgramBuilder):
         if arg is None:
             return None
         if not isinstance(arg, Node):
+            _check_float64(arg, user)
             return self.literal(arg, self._number_dtype(user))
         if arg in self.dependents:
             return self.value(arg, dim, path)
         dtype = self._operand_dtype(arg, user)
         number = constant_of(arg)
         if number is not None:
+            _check_float64(number, user)
             return self.literal(number, dtype)
         operand = self.operand(arg, rank(user), dim, path)
         is_bool = operand.dtype is torch.bool
@@ -348,6 +350,29 @@ def _computes_in(user: Node) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.float32
 
 
+# As far as draws are exact (README): from here on float32 has steps of 2**-8 and more, which close logits fall between.
+MAX_OFFSET = 2.0**15
+
+
+def _check_float64(number: Any, user: Node) -> None:
+    """Raise a Miss for a number that float64 logits survive, but not the float32 in which they are computed."""
+    if user.meta["val"].dtype is not torch.float64 or not isinstance(number, (int, float)):
+        return
+    size, alpha = abs(number), user.kwargs.get("alpha", 1)
+    if user.target in _ADDING:
+        lost = MAX_OFFSET < size * (max(1, abs(alpha)) if isinstance(alpha, (int, float)) else 1) < math.inf
+    else:
+        lost = user.target in _SCALING and 0 < size < math.inf and not _SMALLEST <= size <= _LARGEST
+    if lost:
+        raise Miss(
+            "DTYPE",
+            f"{user.target} with {number!r} needs float64: in float32, which the kernel computes in, logits are lost",
+            f"process the logits in float32, and add nothing beyond ±{MAX_OFFSET:.0f} to them",
+            user,
+        )
+
+
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _ADDING = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar}
 
