@@ -612,6 +612,11 @@ def float64_scaled_out_of_range(h, W):
     return (F.linear(h, W).double() * 1e-50).argmax(-1)
 
 
+@miss("NO_LINEAR", "no features", h, W)
+def linear_without_features(h, W):
+    return F.linear(h[:, :0], W[:, :0]).argmax(-1)
+
+
 @miss("QUANTIZED", "aten._int_mm", (h * 8).to(torch.int8).repeat(8, 1), (W * 8).to(torch.int8))
 def int8_product(h, W):
     return torch._int_mm(h, W.t()).argmax(-1)

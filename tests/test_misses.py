@@ -173,6 +173,13 @@ def test_every_code_is_tested():
     assert tested == set(CODES)
 
 
+def test_features_that_may_be_none():
+    rewritten = run_pass(lambda h, W, n: F.linear(h[:, :n], W[:, :n]).argmax(-1), [h, W, 7], dynamic="all")
+    assert [m.code for m in rewritten.report.missed] == ["NO_LINEAR"]
+    assert "may be none" in rewritten.report.missed[0].reason
+    assert_fused(run_pass(greedy, [h, W], dynamic="all"), 1)
+
+
 def test_topk_of_several_is_no_sink():
     rewritten = run_pass(lambda h, W: torch.topk(F.linear(h, W), 5).indices, [h, W])
     assert rewritten.report.missed == rewritten.report.fused == []

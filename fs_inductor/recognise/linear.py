@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .filters import filter_miss
 from .gather import ALL_GATHER, GATHER_TARGETS
@@ -88,7 +89,7 @@ class Linear:
         return call(aten.permute.default, weight, [1, 0])
 
     def check(self, dim: int) -> None:
-        """Raise a Miss unless the vocabulary lies along ``dim`` of the product and the kernel takes its dtype."""
+        """Raise a Miss unless the vocabulary lies along ``dim`` of the product and the kernel takes its factors."""
         matrix_dims = (0,) if self.is_matvec else (rank(self.node) - 2, rank(self.node) - 1)
         if dim not in matrix_dims:
             raise Miss(
@@ -103,6 +104,15 @@ class Linear:
                 "DTYPE",
                 f"the linear multiplies {' by '.join(sorted(str(d) for d in dtypes))}",
                 "use one of bfloat16, float16 and float32 for both the hidden states and the weight",
+                self.node,
+            )
+        features = shape(self.left)[-1]
+        if not statically_known_true(features > 0):
+            what = "no features" if same(features, 0) else f"{features} features, which may be none"
+            raise Miss(
+                "NO_LINEAR",
+                f"the linear sums over {what}, and then its logits do not depend on the hidden states",
+                "give the hidden states and the weight at least one feature, of a number known at compile time",
                 self.node,
             )
 
