@@ -207,7 +207,15 @@ class SiteBuilder:
     # -- masks of overwritten logits --------------------------------------------------------------------------------
 
     def _mask(self, operand: Operand, level: int) -> Node:
-        """A bool tensor, True where the graph overwrites logits: ``[V]`` if all rows agree, else the logits' shape."""
+        """A bool tensor, True where the graph overwrites logits; it broadcasts to their shape."""
+        mask = self._overwritten(operand, level)
+        if rank(mask) == 1:  # the vocabulary alone, which need not be the last dimension
+            for _ in range(operand.rank - 1 - operand.dim):
+                mask = self.call(aten.unsqueeze.default, mask, rank(mask))
+        return mask
+
+    def _overwritten(self, operand: Operand, level: int) -> Node:
+        """The same as ``[V]`` if all rows agree, else in the logits' rank."""
         node, dim = operand.node, operand.dim
         vocab = self._vocab_size(operand, level)
         if node.target is aten.index_put.default:

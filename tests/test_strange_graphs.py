@@ -37,6 +37,24 @@ def noisy_hidden(h, W):
     return (F.dropout(h, 0.0) @ W.t()).argmax(-1)
 
 
+def token_written_through_a_transpose(h, W):
+    logits = h @ W.t()
+    logits.t()[3] = 100
+    return logits.argmax(-1)
+
+
+def tokens_written_through_a_transpose(h, W, ids):
+    logits = h @ W.t()
+    logits.t()[ids] = 9
+    return logits.argmax(-1)
+
+
+def slice_written_through_a_transpose(h3, W):
+    logits = F.linear(h3, W)
+    logits.transpose(1, 2)[:, 3:150] = 0
+    return logits[:, 1:].argmax(-1)
+
+
 def integer_constant(h, W):
     return (h @ W.t() * torch.full((V,), 3.7, dtype=torch.int64)).argmax(-1)
 
@@ -49,6 +67,9 @@ RIGHT = [
     (mask_of_some_rows, (h3, W, torch.rand(B, 1, V) > 0.5), 1),
     (noisy_hidden, (h, W), 1),
     (integer_constant, (h, W), 1),
+    (token_written_through_a_transpose, (h, W), 1),
+    (tokens_written_through_a_transpose, (h, W, torch.tensor([3, 77, 9])), 1),
+    (slice_written_through_a_transpose, (h3, W), 1),
 ]
 
 
@@ -159,6 +180,14 @@ def no_matrix_product(x, s):
 def test_left_alone(fn, args, code):
     report = run_pass(fn, args).report
     assert not report.fused and [miss.code for miss in report.missed] == [code]
+
+
+def test_no_samples_are_eagers_error():
+    for replacement in (False, True):
+        report = run_pass(
+            lambda h, W, r=replacement: (h @ W.t()).softmax(-1).multinomial(0, r), (h, W), execute=False
+        ).report
+        assert not report.fused and [miss.code for miss in report.missed] == ["NUM_SAMPLES"]
 
 
 def test_heads_that_wait_for_each_other():

@@ -189,6 +189,8 @@ def _sink(sink: Node) -> tuple[Node | None, int, int]:
                 "draw a fixed number of samples",
                 sink,
             )
+        if draws < 1:
+            raise Miss("NUM_SAMPLES", f"multinomial draws {draws} samples, an error", "draw one sample or more", sink)
         if draws > 1 and not replacement:
             raise Miss(
                 "NUM_SAMPLES",
