@@ -190,6 +190,18 @@ def negative_normaliser(h, W):
     return (weights / -weights.sum(-1, keepdim=True)).argmax(-1)
 
 
+@miss("EPILOGUE_OP", "statistic of the row", h, W)
+def normaliser_that_overflows(h, W):
+    weights = (30 * F.linear(h, W)).exp()
+    return (weights / weights.sum(-1, keepdim=True).half().float()).argmax(-1)
+
+
+@miss("EPILOGUE_OP", "statistic of the row", h, W)
+def normaliser_of_whole_numbers(h, W):
+    weights = (F.linear(h, W) - 30).exp()
+    return (weights / weights.sum(-1, keepdim=True).int()).argmax(-1)
+
+
 @miss("EPILOGUE_OP", "aten.relu.default", h, W)
 def weights_without_softmax(h, W):
     return F.linear(h, W).relu().multinomial(1)

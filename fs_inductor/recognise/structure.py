@@ -147,8 +147,8 @@ class Structure:
         """A sum of exponentials over the vocabulary, perhaps clamped from below, per row."""
         if not self.is_row_statistic(arg, node, dim):
             return False
-        passable = {aten.clamp_min.default, aten.clamp.default, aten.unsqueeze.default, *CASTS}
-        while is_identity(arg) or arg.target in passable:
+        passable = {aten.clamp_min.default, aten.clamp.default, aten.unsqueeze.default}
+        while is_identity(arg) or arg.target in passable or _is_wide_cast(arg):
             if arg.target is aten.clamp.default and len(arg.args) > 2:
                 return False
             arg = arg.args[0]
@@ -193,6 +193,11 @@ class Structure:
         if node.target is aten.masked_fill.Scalar and node.args[2] == number:
             return node.args[1], node.args[0], False
         return None
+
+
+def _is_wide_cast(node: Node) -> bool:
+    """To a dtype with float32's range: a sum of exponentials becomes infinite in float16, and zero as an integer."""
+    return node.target in CASTS and node.meta["val"].dtype in (torch.bfloat16, torch.float32, torch.float64)
 
 
 def _is_bool(node: Node) -> bool:
