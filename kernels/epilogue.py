@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     import triton
 
 
+# Far beyond what a program reads. Without a bound, a program that names a999999999 would make a list of that length.
+MAX_OPERANDS = 1024
+
+
 class ProgramError(ValueError):
     """An epilogue program that does not parse, type-check, or fit its operands."""
 
@@ -148,6 +152,8 @@ class Program:
                     raise ProgramError(f"{self._where(n)}: {arg!r} is not an argument")
                 if isinstance(arg, Ref) and arg.kind == "x" and not 0 <= arg.n < n:
                     raise ProgramError(f"{self._where(n)}: {arg} is not defined before x{n}")
+                if isinstance(arg, Ref) and arg.kind == "a" and not 0 <= arg.n < MAX_OPERANDS:
+                    raise ProgramError(f"{self._where(n)}: {arg} is too high: operands end at a{MAX_OPERANDS - 1}")
                 have = _type_of(arg, types, want)
                 if have != want:
                     raise ProgramError(
@@ -196,7 +202,7 @@ class Program:
 
 
 _STATEMENT = re.compile(r"(\w+)\s*=\s*(\w+)\s*\(([^()]*)\)")
-_REF = re.compile(r"([xa])(0|[1-9][0-9]*)")
+_REF = re.compile(r"([xa])(0|[1-9][0-9]{0,8})")  # longer numbers than any program has are no names
 _NUMBER = re.compile(r"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)")
 
 

@@ -157,12 +157,19 @@ def test_programs_are_values():
         ("neg(acc)", "expected `x0 = op"),
         ("x0 = where(a0, a0, acc)", "here a0 is a float, but an earlier use made it a boolean"),
         ("x0 = __import__(acc)", "no op named"),
+        ("x0 = add(acc, a1024)", "a1024 is too high: operands end at a1023"),
+        ("x0 = add(acc, a999999999)", "a999999999 is too high"),
+        ("x0 = add(acc, a" + "9" * 5000 + ")", "is not an argument"),
     ],
 )
 def test_errors_name_the_statement(text, message):
     with pytest.raises(ProgramError, match="statement") as error:
         Program.parse(text)
     assert message.replace("xN", "x0") in str(error.value).replace("xN", "x0")
+
+
+def test_the_last_operand_may_be_used():
+    assert Program.parse("x0 = add(acc, a1023)").num_operands == 1024
 
 
 def test_instructions_are_checked_too():
