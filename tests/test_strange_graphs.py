@@ -182,6 +182,23 @@ def test_left_alone(fn, args, code):
     assert not report.fused and [miss.code for miss in report.missed] == [code]
 
 
+def test_corners_where_eager_raises_or_overflows():
+    """README's "Corners": what is not eager's is at least what is written there."""
+    greedy = (h @ W.t()).argmax(-1)
+    for t in (torch.zeros(B, 1), torch.full((B, 1), math.nan)):
+        token = run_pass(lambda h, W, t: (h @ W.t() / t).softmax(-1).multinomial(1), (h, W, t)).result
+        logits = h @ W.t() / t
+        want = logits.isnan() | (logits == math.inf)  # the first of these
+        assert token.equal(want.long().argmax(-1, keepdim=True))
+
+    def overflowing(h, W):
+        weights = (40 * (h @ W.t())).exp()
+        return (weights / weights.sum(-1, keepdim=True)).argmax(-1), weights.argmax(-1)
+
+    assert overflowing(h, W)[1].ne(greedy).any()
+    assert all(token.equal(greedy) for token in run_pass(overflowing, (h, W)).result)
+
+
 def test_no_samples_are_eagers_error():
     for replacement in (False, True):
         report = run_pass(
