@@ -149,7 +149,8 @@ SINKS = [
     ),
     Sink(
         "temperature on Gumbel",
-        "g = -torch.log(-torch.log(torch.rand_like(x)))\ntoken = (x + {positive_row} * g).argmax(-1)",
+        # The noise comes first: eager rounds a 0-d temperature to the noise's dtype where that is the first factor.
+        "g = -torch.log(-torch.log(torch.rand_like(x)))\ntoken = (x + g * {positive_row}).argmax(-1)",
         (6,),
         needs="x",
         score="x / {positive_row}",
