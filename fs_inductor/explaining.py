@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,11 +33,7 @@ def explain(
     options = _options_of(fn) if options is None else options
     Options.split(options)  # a bad option is an error here, not at the call
     relaxed = {**(options or {}), "flashsampling.strict": False, "flashsampling.enabled": True}
-    original = getattr(fn, "_torchdynamo_orig_callable", fn)
-    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
-        original = fn._orig_mod
-    elif isinstance(fn, torch.nn.Module) and fn._compiled_call_impl is not None:
-        original = fn._call_impl  # `module.compile()` was called: calling the module would run that code
+    original = _uncompiled(fn)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         report = Report()
@@ -62,8 +59,24 @@ def explain(
     return explained
 
 
+def _uncompiled(fn: Callable) -> Callable:
+    """What ``fn`` was compiled from; ``fn`` itself if it was not."""
+    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
+        return fn._orig_mod
+    if isinstance(fn, torch.nn.Module):
+        # After `module.compile()`, to call the module would run that code.
+        return fn if fn._compiled_call_impl is None else fn._call_impl
+    if inspect.ismethod(fn):
+        # A compiled function in a class knows what it was made from, but not the object that it is called on.
+        return types.MethodType(_uncompiled(fn.__func__), fn.__self__)
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
 def _options_of(fn: Callable) -> Mapping[str, Any] | None:
     """The options that ``fn`` was compiled with for our backend; None if it was not, or torch does not tell."""
+    if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
+        fn = fn._compiled_call_impl or fn.forward
+    fn = getattr(fn, "__func__", fn)
     callback = getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
     if callback is None and inspect.isfunction(fn):
         callback = inspect.getclosurevars(fn).nonlocals.get("callback")

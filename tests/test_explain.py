@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import expecttest
@@ -231,16 +232,32 @@ def test_compiled_functions_are_explained():
         assert len(report.fused) == 1, (fn, str(report))
 
 
-@pytest.mark.parametrize("kind", ["function", "module", "method"])
-def test_a_compiled_functions_own_options_count(kind):
+def compiled_step(kind, compile):
+    """Greedy, compiled by ``compile`` as a ``kind`` of callable."""
+
     class Step(torch.nn.Module):
         def forward(self, x):
             return F.linear(x, W).argmax(-1)
 
+    if kind == "module, in place":
+        module = Step()
+        module.compile(**compile.keywords)
+        return module
+    if kind.endswith("decorated"):
+        Step.forward = compile(Step.forward)
+        return Step().forward if kind == "method, decorated" else Step()
     made = {"function": lambda x: F.linear(x, W).argmax(-1), "module": Step(), "method": Step().forward}[kind]
+    return compile(made)
+
+
+@pytest.mark.parametrize(
+    "kind", ["function", "module", "method", "module, in place", "module, decorated", "method, decorated"]
+)
+def test_a_compiled_functions_own_options_count(kind):
     with torch.no_grad():
         for smallest, fused in ((0, 1), (1000, 0)):
-            compiled = torch.compile(made, backend="flashsampling", options={"flashsampling.min_vocab": smallest})
+            options = {"flashsampling.min_vocab": smallest}
+            compiled = compiled_step(kind, functools.partial(torch.compile, backend="flashsampling", options=options))
             assert len(fs_inductor.explain(compiled)(h).fused) == fused
         assert len(fs_inductor.explain(compiled, options=FUSE)(h).fused) == 1
 
