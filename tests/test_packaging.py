@@ -1,4 +1,4 @@
-"""`kernels/` is installed as `fs_inductor.kernels`, in every way to install, and never as `kernels`."""
+"""`kernels/` is installed as `fs_inductor.kernels`, in every way to install, and never as `kernels`; what is public."""
 
 import os
 import shutil
@@ -10,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import fs_inductor
 
 ROOT = Path(__file__).resolve().parent.parent
 # What is built here or is no part of the source.
@@ -148,6 +150,12 @@ del sys.modules["kernels"]
 """
     where = environment.run("import sys\n" + in_root + IMPORTS + "print(fs_inductor.__file__)", cwd=ROOT)
     assert where.startswith(str(ROOT))
+
+
+def test_public_names_are_listed():
+    """Those that are imported on first use too: shells complete what `dir` lists."""
+    assert set(fs_inductor.__all__) <= set(dir(fs_inductor))
+    assert all(hasattr(fs_inductor, name) for name in dir(fs_inductor))
 
 
 def test_no_module_makes_kernels_a_package_of_its_own():
