@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.backends.registry import list_backends, register_backend
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from . import ops, tp_ops  # noqa: F401 - compiled code, cached code too, calls the registered ops
 from .graph_pass import FlashSamplingPass, PassSequence
 from .options import Options
 from .report import Report
+
+log = logging.getLogger(__name__)
 
 
 def flashsampling(
@@ -53,7 +57,19 @@ def compile_graph(
         _reserve_scratch(example_inputs)
         user = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
         inductor.config["joint_custom_pre_pass"] = _with_users_pass(FlashSamplingPass(ours, report), user)
-    return inductor(gm, example_inputs)
+    hits = _cache_hits()
+    compiled = inductor(gm, example_inputs)
+    if ours.enabled and _cache_hits() > hits:
+        # AOTAutograd's cache keeps the code and none of our records. (Inductor's own is asked after the pass.)
+        log.info(
+            "a compiled graph came from the cache: its sinks, if any, were logged when it was put there. "
+            "To see them again, call fs_inductor.explain or set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
+    return compiled
+
+
+def _cache_hits() -> int:
+    return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def _with_users_pass(ours: FlashSamplingPass, user: Any) -> FlashSamplingPass | PassSequence:

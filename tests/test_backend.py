@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -375,6 +376,21 @@ def test_second_process_hits_the_cache_and_changed_options_or_rules_miss_it(tmp_
     with open(tmp_path / "fs_inductor" / "recognise" / "tails.py", "a") as rules:
         rules.write("\n# Edited.\n")
     assert run(0) == [[0, 1]]
+
+
+def test_a_graph_from_the_cache_is_logged_as_such(caplog):
+    """Records are logged once: what a cached graph fused is not known any more, and the log says that."""
+    caplog.set_level(logging.INFO, "fs_inductor")
+    lines = []
+    for smallest in (0, 0, 1):
+        torch._dynamo.reset()
+        caplog.clear()
+        with torch.no_grad():
+            compiled(greedy, {"flashsampling.min_vocab": smallest})(h, W)
+        lines.append([record.getMessage() for record in caplog.records])
+    assert [len(messages) for messages in lines] == [1, 1, 1]
+    assert lines[0][0].startswith("fused   aten.argmax") and lines[2] == lines[0]
+    assert "from the cache" in lines[1][0] and "explain" in lines[1][0]
 
 
 def test_every_source_file_is_part_of_the_key():
