@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from . import ops, tp_ops  # noqa: F401 - compiled code, cached code too, calls the registered ops
+from .gain import may_guard
 from .graph_pass import FlashSamplingPass, PassSequence
 from .options import Options
 from .report import Report
@@ -56,7 +57,8 @@ def compile_graph(
     if ours.enabled:
         _reserve_scratch(example_inputs)
         user = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
-        inductor.config["joint_custom_pre_pass"] = _with_users_pass(FlashSamplingPass(ours, report), user)
+        fuse = FlashSamplingPass(ours, report, may_guard(example_inputs))
+        inductor.config["joint_custom_pre_pass"] = _with_users_pass(fuse, user)
     hits = _cache_hits()
     compiled = inductor(gm, example_inputs)
     if ours.enabled and _cache_hits() > hits:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
+from torch.utils._sympy.numbers import int_oo
 
 from .recognise.miss import Miss
 from .traffic import BATCH, FEATURES, ROWS, VOCAB, Traffic, expression_of, hint_of
@@ -64,15 +66,21 @@ def check_vocab(vocab: Any, rule: Rule, sink: Node) -> None:
         )
 
 
-def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node) -> None:
+def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node, guards: bool) -> None:
     """Raise a Miss where a plain product and a sampler of its own are faster, for the number of rows.
 
-    A dynamic batch is judged by its bounds, else by its value in the call that is compiled: no guard is added, and the
-    graph then serves every batch. sharded: all ranks must decide alike, and one of them may take from a compile cache
-    what was decided for another batch, so only bounds count.
+    A dynamic batch is judged by its bounds, else by its value in the call that is compiled. With ``guards`` (see
+    `may_guard`) the graph then serves that side of the limit only, without them every batch. sharded: all ranks must
+    decide alike, and one may take from a compile cache what was decided for another batch, so only bounds count.
     """
     rows = traffic.sizes[BATCH]
-    if rule.max_batch is None or not _exceeds(rows, rule.max_batch, by_hint=not sharded):
+    if rule.max_batch is None:
+        return
+    if guards and not sharded and hint_of(rows) is not None:
+        beyond = bool(rows > rule.max_batch)
+    else:
+        beyond = _exceeds(rows, rule.max_batch, by_hint=not sharded)
+    if not beyond:
         return
     if rule.min_saving is not None:
         if _exceeds(traffic.sizes[ROWS], rows, by_hint=not sharded):
@@ -100,6 +108,17 @@ def _number(traffic: Traffic, expression: sympy.Expr, by_hint: bool) -> float | 
     if None in hints.values() or (hints and not by_hint):
         return None
     return float(expression.subs(hints))
+
+
+def may_guard(inputs: Iterable[Any]) -> bool:
+    """Whether a graph of these inputs may be guarded on a dynamic size: torch takes none inside of declared bounds.
+
+    Bounds that a check in the user's code gave look the same.
+    """
+    sizes = [size for x in inputs for size in (x.shape if isinstance(x, torch.Tensor) else [x])]
+    nodes = [size.node for size in sizes if isinstance(size, torch.SymInt)]
+    ranges = [node.shape_env.bound_sympy(symbol) for node in nodes for symbol in node.expr.free_symbols]
+    return all(bounds.lower <= 2 and bounds.upper == int_oo for bounds in ranges)
 
 
 def _exceeds(a: int | torch.SymInt, b: int | torch.SymInt, by_hint: bool) -> bool:

@@ -32,11 +32,15 @@ aten = torch.ops.aten
 
 
 class FlashSamplingPass(CustomGraphPass):
-    """Inductor's `joint_custom_pre_pass`. Records accumulate in ``report``: the pass runs once per (sub)graph."""
+    """Inductor's `joint_custom_pre_pass`. Records accumulate in ``report``: the pass runs once per (sub)graph.
 
-    def __init__(self, options: Options, report: Report | None = None):
+    guards: a batch limit may be guarded (`gain.may_guard`).
+    """
+
+    def __init__(self, options: Options, report: Report | None = None, guards: bool = True):
         self.options = options
         self.report = Report() if report is None else report
+        self.guards = guards
 
     def __call__(self, graph: Graph) -> None:
         called = [Called(_name(node), location_of(node)) for node in graph.nodes if _is_ours(node)]
@@ -52,7 +56,7 @@ class FlashSamplingPass(CustomGraphPass):
             groups, escaped = [], dict.fromkeys((site.sink for site in sites), _internal(error))
         missed |= escaped
         for group in groups:
-            miss = _no_gain(group, self.options)
+            miss = _no_gain(group, self.options, self.guards)
             if miss is not None:
                 missed |= dict.fromkeys((site.sink for site in group.sites), miss)
         groups = [group for group in groups if group.sites[0].sink not in missed]
@@ -94,8 +98,9 @@ class FlashSamplingPass(CustomGraphPass):
             return _internal(error)
 
     def uuid(self) -> bytes:
-        """Changes with every source file of the compiler and device sides, and with the options."""
-        return get_hash_for_files(_sources(), repr(self.options))
+        """Changes with every source file of the compiler and device sides, with the options, and with ``guards``: torch
+        takes a cached graph's guards over into a graph with declared bounds, and fails."""
+        return get_hash_for_files(_sources(), repr((self.options, self.guards)))
 
     def _record(self, called: list[Called], fused: list[Fused], missed: list[tuple[Node, Miss]]) -> None:
         records = [Missed(_name(sink), location_of(sink), miss.code, miss.reason, miss.hint) for sink, miss in missed]
@@ -183,7 +188,7 @@ def check(site: Site, options: Options) -> None:
     gain.check_vocab(vocab, options.rule(device), site.sink)
 
 
-def _no_gain(group: Group, options: Options) -> Miss | None:
+def _no_gain(group: Group, options: Options, guards: bool) -> Miss | None:
     """The miss for a group that would not pay at the batch it is compiled for."""
     linear = group.sites[0].linear.node
     operand = group.sites[0].linear.left.meta["val"]
@@ -194,7 +199,7 @@ def _no_gain(group: Group, options: Options) -> Miss | None:
     try:
         for sites in [group.sites] if one_call else [[site] for site in group.sites]:
             moved = traffic.of(sites).per_head(len(sites[0].heads))
-            gain.check_batch(moved, rule, sites[0].gather is not None, linear)
+            gain.check_batch(moved, rule, sites[0].gather is not None, linear, guards)
     except Miss as miss:
         return miss
     return None

@@ -35,7 +35,11 @@ class Options:
         None, "FLASHSAMPLING_MIN_VOCAB", "smallest vocabulary to fuse; None: 4096 on GPUs, 50,000 on CPUs"
     )
     max_batch: int | None = _option(
-        None, "FLASHSAMPLING_MAX_BATCH", "most rows to fuse a call for; None: no limit but what was measured"
+        None,
+        "FLASHSAMPLING_MAX_BATCH",
+        "most rows to fuse a call for; None: no limit but what was measured. A dynamic batch is compiled once for each "
+        "side of the limit; but the first call decides for all where bounds were declared with mark_dynamic, and a "
+        "vocabulary sharded over ranks is fused unless all batches are beyond the limit",
     )
     tp: bool = _option(True, "FLASHSAMPLING_TP", "fuse LM heads whose vocabulary is sharded over ranks")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 import torch.distributed as dist
 from support import BATCH, EVERY_SIZE, FEATURES, LENGTH, VOCAB, assert_fused, run_pass
@@ -17,6 +18,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from fs_inductor import gain, traffic
 from fs_inductor.backend import compile_graph
 from fs_inductor.gain import Rule
+from fs_inductor.graph_pass import FlashSamplingPass
 from fs_inductor.options import Options
 from fs_inductor.recognise.miss import Miss
 from fs_inductor.report import Report
@@ -236,12 +238,8 @@ def test_a_limit_of_zero_says_nothing_of_float32():
     assert miss.code == "NO_GAIN" and "float32" not in miss.reason + miss.hint
 
 
-@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-@pytest.mark.parametrize("fields", [{}, {"min_saving": 20 / FEATURES}], ids=["plain", "by_saving"])
-@pytest.mark.parametrize(("batches", "fused"), [((4, 16, 3, 500), 1), ((500, 3, 16), 0)], ids=["below", "above"])
-def test_a_dynamic_batch_stays_dynamic(rule, fields, batches, fused):
-    """The graph decided on at the first batch serves the batches on the other side of the limit too."""
-    rule(max_batch=8, **fields)
+def graphs_of(batches, declared=None):
+    """Runs greedy at each batch and returns how many sinks each of the graphs fused that this took."""
     reports = []
 
     def backend(gm, inputs):
@@ -252,8 +250,34 @@ def test_a_dynamic_batch_stays_dynamic(rule, fields, batches, fused):
     step = torch.compile(greedy, backend=backend, dynamic=True, fullgraph=True)
     with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
         for batch in batches:
-            assert step(torch.randn(batch, FEATURES), W).shape == (batch,)
-    assert [len(report.fused) for report in reports] == [fused]
+            hidden = torch.randn(batch, FEATURES)
+            if declared:
+                torch._dynamo.mark_dynamic(hidden, 0, **declared)
+            assert step(hidden, W).shape == (batch,)
+    return [len(report.fused) for report in reports]
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize("fields", [{}, {"min_saving": 20 / FEATURES}], ids=["plain", "by_saving"])
+@pytest.mark.parametrize(
+    ("batches", "fused"), [((4, 16, 8, 3, 500, 9), [1, 0]), ((500, 8, 16), [0, 1])], ids=["below", "above"]
+)
+def test_a_dynamic_batch_has_one_graph_for_each_side_of_the_limit(rule, fields, batches, fused):
+    rule(max_batch=8, **fields)
+    assert graphs_of(batches) == fused
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize(("batches", "fused"), [((4, 16), [1]), ((16, 4), [0])], ids=["below", "above"])
+def test_inside_of_declared_bounds_the_first_batch_decides(rule, batches, fused):
+    """Torch takes a guard there for a broken promise."""
+    rule(max_batch=8)
+    assert graphs_of(batches, {"min": 2, "max": 100}) == fused
+
+
+def test_a_cached_graphs_guard_does_not_reach_declared_bounds():
+    ids = {FlashSamplingPass(EVERY_SIZE, guards=guards).uuid() for guards in (True, False)}
+    assert len(ids) == 2
 
 
 # -- sharded vocabularies -----------------------------------------------------------------------------------------
@@ -302,12 +326,12 @@ def batch_of_five():
     return env.create_symintnode(symbol, hint=5, source=source)
 
 
-def decided(batch, limit, sharded, **fields) -> bool:
+def decided(batch, limit, sharded, guards=False, **fields) -> bool:
     """Whether greedy float32 rows, ``batch`` of them, are fused under a limit."""
     B, R, V, N, D = traffic.BATCH, traffic.ROWS, traffic.VOCAB, traffic.WIDTH, traffic.FEATURES
     moved = traffic.Traffic(8 * B * V + D * V, D * V, {B: batch, R: batch, V: VOCAB, N: VOCAB, D: FEATURES})
     try:
-        gain.check_batch(moved, Rule(0, limit, **fields), sharded, None)
+        gain.check_batch(moved, Rule(0, limit, **fields), sharded, None, guards)
     except Miss:
         return False
     return True
@@ -325,6 +349,17 @@ def test_between_the_bounds_this_call_decides_unless_ranks_could_differ(batch_of
     assert not decided(batch_of_five, 4, sharded=False)
     assert decided(batch_of_five, 4, sharded=True)
     assert batch_of_five.node.shape_env.guards == []
+
+
+@pytest.mark.parametrize(("limit", "guarded"), [(5, True), (4, True), (2, False), (100, False)])
+def test_what_this_call_decides_is_guarded(batch_of_five, limit, guarded):
+    env = batch_of_five.node.shape_env
+    assert decided(batch_of_five, limit, sharded=True, guards=True) == (limit >= 4)
+    assert env.guards == []
+    assert decided(batch_of_five, limit, sharded=False, guards=True) == (limit >= 5)
+    symbol = batch_of_five.node.expr
+    expected = (symbol <= limit) if limit >= 5 else (symbol > limit)
+    assert [sympy.simplify(guard.expr) for guard in env.guards] == [expected] * guarded
 
 
 def test_sharded_savings_count_where_the_batch_cancels(batch_of_five):
