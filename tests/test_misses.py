@@ -119,6 +119,49 @@ def test_fallback_random_keeps_eagers_numbers_and_fuses_argmax():
     assert "inductor_seed" not in rewritten.after
 
 
+def guided(c, u):
+    return u + 3 * (c - u)
+
+
+def softcap(logits):
+    return 30 * torch.tanh(logits / 30)
+
+
+def untouched(logits):
+    return logits
+
+
+# The linear's bias or None, what the logits go through first, the mix, and what the hint must say of it.
+MIXES = {
+    "guidance": (None, untouched, guided, "a weighted sum of rows"),
+    "guidance of scaled logits": (None, lambda logits: logits.float() * 20 / 30, guided, "a weighted sum of rows"),
+    "sum": (None, untouched, torch.add, "a weighted sum of rows"),
+    "guidance with a bias": (W[:, 0], untouched, guided, "a mix of rows whose weights add up to one"),
+    "guidance of softcapped logits": (None, softcap, guided, "aten.tanh.default is not linear"),
+    "guidance of masked logits": (None, lambda logits: logits.masked_fill(W[:, 0] > 0, -1e4), guided, "aten.where"),
+    "softcapped rows": (None, untouched, lambda c, u: guided(softcap(c), softcap(u)), "aten.tanh.default"),
+    "product of rows": (None, untouched, torch.mul, "aten.mul.Tensor is not linear"),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_hidden_states_are_to_be_mixed_only_where_that_gives_the_same_logits(name):
+    bias, process, mix, words = MIXES[name]
+
+    def logits_mixed(h, W):
+        return mix(*process(F.linear(h, W, bias)).chunk(2)).argmax(-1)
+
+    def hidden_mixed(h, W):
+        return process(F.linear(mix(*h.chunk(2)), W, bias)).argmax(-1)
+
+    (miss,) = run_pass(logits_mixed, [h, W]).report.missed
+    assert miss.code == "LAYOUT" and words in miss.hint
+    if "is not linear" not in miss.hint:
+        rewritten = run_pass(hidden_mixed, [h, W])
+        assert_fused(rewritten, 1)
+        assert torch.equal(rewritten.result, logits_mixed(h, W))
+
+
 def test_device_without_a_kernel():
     # There is no such device here, but a graph over fake tensors can be made for one.
     with FakeTensorMode():

@@ -26,6 +26,7 @@ from .gather import match_gather
 from .heads import HeadStep, OtherHead, chosen_head
 from .linear import REDUCTIONS, Linear
 from .miss import Miss
+from .mixes import mixed_rows
 from .pointwise import CASTS, FILL_LIKE, POINTWISE, SCATTER_TARGETS, is_float_cast
 from .program import LOW_PRECISION, Path, ProgramBuilder, Value, constant_of
 from .shapes import ShapeStep, is_identity, rank, same, same_shape
@@ -67,7 +68,7 @@ class Walk(ProgramBuilder):
         known = self._memo.get((mode, node))
         if known is not None:
             if known[0] != path:
-                raise _two_paths(node)
+                raise mixed_rows(node, self.linear, self.dependents)
             return known[1]
         self.visited.add(node)
         gather = None if node is self.linear.node else match_gather(node, dim)
@@ -188,7 +189,7 @@ class Walk(ProgramBuilder):
         """The linear itself: its accumulator, its bias, and the rounding of its output."""
         self.linear.check(dim)
         if self.path is not None and (self.path, self.linear_dim) != (path, dim):
-            raise _two_paths(self.linear.node)
+            raise mixed_rows(self.linear.node, self.linear, self.dependents)
         self.path, self.linear_dim = path, dim
         node = self.linear.node
         self.visited.update(self.linear.nodes)
@@ -381,16 +382,6 @@ def _scatter_indices(node: Node) -> list[Any]:
     if node.target is aten.index_put.default:
         return list(node.args[1])
     return [node.args[2]] if node.target is aten.scatter.value else []
-
-
-def _two_paths(node: Node) -> Miss:
-    return Miss(
-        "LAYOUT",
-        f"{node.target} reaches the sink by two ways that select different rows",
-        "select the rows once, right after the LM head; rows that are mixed, as classifier-free guidance does, can be "
-        "mixed before it: lm_head(u + s * (c - u)) of hidden states c and u gives the same logits",
-        node,
-    )
 
 
 def _overwrites(node: Node) -> bool:
