@@ -52,6 +52,17 @@ def log_softmax_biased(h, W, a, b):
     return (scores / 0.7).softmax(-1).multinomial(1)
 
 
+@draw(8, h, W, W.flip(0), logits=lambda h, W, V: 1.5 * lin(h, W) - 0.5 * lin(h, V))
+def log_softmaxes_of_two_heads(h, W, V):
+    expert, amateur = (F.log_softmax(F.linear(h, weight), -1) for weight in (W, V))
+    return (1.5 * expert - 0.5 * amateur).softmax(-1).multinomial(1)
+
+
+@draw(8, h, W, row_bias, logits=lambda h, W, b: b.double() - lin(h, W))
+def log_softmax_subtracted(h, W, b):
+    return (b - F.log_softmax(F.linear(h, W), -1)).softmax(-1).multinomial(1)
+
+
 @greedy(8, h, W, row_bias)
 def log_softmax_biased_greedy(h, W, b):
     # Multiples of 1/8 with one maximum a row: the rounding of log-probabilities in eager decides nothing.

@@ -56,6 +56,22 @@ sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[160], f
   program: x0 = add(acc, a0); x1 = sub(x0, a1); x2 = div(x1, 0.7)""",
         )
 
+    def test_log_softmaxes_of_two_heads(self):
+        self.golden(
+            CASES["log_softmaxes_of_two_heads"],
+            """\
+sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[B, 160]])
+  program: x0 = mul(acc, 0.5); x1 = sub(a0, x0)""",
+        )
+
+    def test_log_softmax_subtracted(self):
+        self.golden(
+            CASES["log_softmax_subtracted"],
+            """\
+sample(hidden f32[B, 16], weight f32[160, 16], seed i64[], operands [f32[B, 160]])
+  program: x0 = sub(a0, acc)""",
+        )
+
     def test_log_softmax_biased_greedy(self):
         self.golden(
             CASES["log_softmax_biased_greedy"],

@@ -139,8 +139,12 @@ class Walk(ProgramBuilder):
             biased = self.structure.biased(node, dim)
             if biased is not None:
                 x, bias = biased
+                subtracted = target is aten.sub.Tensor and x is args[1]
                 bias = self.argument(bias, node, dim, path)
-                return self.emit("add" if target is aten.add.Tensor else "sub", self.logit(x, dim, path), bias)
+                x = self.logit(x, dim, path)
+                if subtracted:
+                    return self.emit("sub", bias, x)
+                return self.emit("add" if target is aten.add.Tensor else "sub", x, bias)
         if target is aten.log.default and self.structure.is_weight(args[0], dim):
             return self.log_weight(args[0], dim, path)
         if not self.structure.peels(node, dim):
@@ -283,10 +287,16 @@ class Walk(ProgramBuilder):
         return Miss("EPILOGUE_OP", reason, "move this op out of the logit processing, or keep the site unfused", node)
 
     def _row_statistic_miss(self, arg: Node, node: Node) -> Miss:
+        hint = "process each logit by itself: min-p filters and other uses of a row's own maximum are not supported yet"
+        if node.target is aten.sub.Tensor and arg.target is aten.log.default:
+            hint = (
+                "leave out the log_softmax where its results are only added, or scaled by one number a row: it shifts "
+                "a row by a constant, which changes no draw; other uses of a row's own sum are not supported yet"
+            )
         return self.structure.known_barrier(arg) or Miss(
             "EPILOGUE_OP",
             f"{node.target} mixes a statistic of the row, computed from its logits by {arg.target}, into the logits",
-            "process each logit by itself: min-p filters and other uses of a row's own maximum are not supported yet",
+            hint,
             node,
         )
 

@@ -111,11 +111,11 @@ class Structure:
         return None
 
     def biased(self, node: Node, dim: int) -> tuple[Node, Any] | None:
-        """``x + b`` or ``x - b``, with a row constant to be peeled from x and b from elsewhere, as (x, b)."""
+        """A sum or difference of x, with a row constant to be peeled from it, and b from elsewhere, as (x, b)."""
         if node.kwargs.get("alpha", 1) != 1:
             return None
         a, b = node.args[:2]
-        for x, other in ((a, b),) if node.target is aten.sub.Tensor else ((a, b), (b, a)):
+        for x, other in ((a, b), (b, a)):
             if isinstance(x, Node) and same_shape(x, node) and other not in self.dependents and self.peels(x, dim):
                 return x, other
         return None
