@@ -442,6 +442,31 @@ def categorical_entropy(h, W):
     return distribution.sample(), distribution.entropy()
 
 
+@miss("LOGITS_ESCAPE", "aten.gt.Scalar", h, W)
+def count_of_rows(h, W):
+    logits = F.linear(h, W)
+    return logits.softmax(-1).multinomial(1), (logits > 0).sum(0)
+
+
+@miss("LOGITS_ESCAPE", "aten.gt.Scalar", h, W)
+def count_of_logits(h, W):
+    logits = F.linear(h, W)
+    return logits.softmax(-1).multinomial(1), (logits > 0).sum()
+
+
+@miss("LOGITS_ESCAPE", "the logits are also used", h, W)
+def mean_probabilities(h, W):
+    logits = F.linear(h, W)
+    return logits.argmax(-1), logits.softmax(-1).mean(0)
+
+
+@miss("LOGPROBS", "for numbers per row", h, W)
+def mean_entropy(h, W):
+    logits = F.linear(h, W)
+    logp = logits.log_softmax(-1)
+    return logits.argmax(-1), (logp.exp() * logp).sum(-1).mean()
+
+
 @miss("LOGPROBS", "aten.max.dim", h, W, idiom=25)
 def maximum_and_index(h, W):
     value, index = F.linear(h, W).max(-1)

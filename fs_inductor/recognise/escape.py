@@ -1,7 +1,8 @@
 """Escapes: somebody else in the graph needs what a fused site would never write.
 
 What they need decides the code. ``PROBS_ESCAPE``: a tensor over the vocabulary leaves the graph. ``LOGPROBS``: numbers
-per row do, such as a token's log-probability or an entropy. ``LOGITS_ESCAPE``: the logits go on to something else.
+per row do, such as a token's log-probability or an entropy. ``LOGITS_ESCAPE``: the logits go on to something else, such
+as a count or a mean over rows.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ import torch
 from torch.fx import Node
 
 from ..report import location_of
-from .linear import REDUCTIONS, Linear
+from .linear import Linear
 from .miss import Miss
 from .pointwise import CASTS
 from .shapes import is_identity, same, shape
 
 aten = torch.ops.aten
 
-_NARROWING = REDUCTIONS - {aten._softmax.default, aten._log_softmax.default} | {
-    aten.mean.dim,
-    aten.var.correction,
-    aten.topk.default,
-    aten.argmax.default,
-    aten.multinomial.default,
-}
+_REDUCING = {
+    "sum", "mean", "prod", "var", "amax", "amin", "max", "min", "logsumexp", "any", "all", "count_nonzero",
+    "topk", "argmax", "argmin", "multinomial",
+}  # fmt: skip
 _PICKING = {aten.gather.default, aten.index.Tensor}
 
 
@@ -45,8 +43,8 @@ def escape_miss(
     ]
     if not edges:
         return None
-    wide = _over_vocabulary(linears, vocab)
-    needs = [_need(user, node, wide, covered, sinks) for node, user in edges]
+    wide, mixed = _spread(linears, vocab)
+    needs = [_need(user, node, wide, mixed, covered, sinks) for node, user in edges]
     for code in ("PROBS_ESCAPE", "LOGITS_ESCAPE", "LOGPROBS"):
         for (node, user), (need, sink) in zip(edges, needs, strict=True):
             if need == code:
@@ -54,7 +52,9 @@ def escape_miss(
     return None
 
 
-def _need(user: Node, node: Node, wide: set[Node], covered: set[Node], sinks: set[Node]) -> tuple[str, Node | None]:
+def _need(
+    user: Node, node: Node, wide: set[Node], mixed: set[Node], covered: set[Node], sinks: set[Node]
+) -> tuple[str, Node | None]:
     """The code for what ``user`` makes of ``node``, and the other sink that it leads to."""
     code, other = "LOGITS_ESCAPE", None
     stack, seen = [(node, user)], set()
@@ -63,7 +63,7 @@ def _need(user: Node, node: Node, wide: set[Node], covered: set[Node], sinks: se
         if at.op == "output":
             if source in wide:
                 return "PROBS_ESCAPE", None
-            code = "LOGPROBS"
+            code = code if source in mixed else "LOGPROBS"
         elif at in sinks:
             other = other or at
         elif at not in seen and at not in covered:
@@ -72,18 +72,39 @@ def _need(user: Node, node: Node, wide: set[Node], covered: set[Node], sinks: se
     return ("LOGITS_ESCAPE", other) if other is not None else (code, None)
 
 
-def _over_vocabulary(linears: list[Linear], vocab: object) -> set[Node]:
-    """Nodes computed from the products that have not been reduced to numbers per row."""
-    wide = {linear.node for linear in linears}
+def _spread(linears: list[Linear], vocab: object) -> tuple[set[Node], set[Node]]:
+    """Nodes computed from the products: those that still have rows over the vocabulary, and those that mixed rows.
+
+    Neither are numbers per row, and what is computed from them alone.
+    """
+    wide, mixed = {linear.node for linear in linears}, set()
+    outputs = [vocab, *(shape(linear.node)[-1] for linear in linears)]
     for node in linears[0].node.graph.nodes:
-        if node.op != "call_function" or not wide.intersection(node.all_input_nodes):
+        if node.op != "call_function":
             continue
-        if node.target in _NARROWING:
-            continue
-        if node.target in _PICKING and not any(same(size, vocab) for size in shape(node)):
-            continue
-        wide.add(node)
-    return wide
+        inputs = node.all_input_nodes
+        if not wide.intersection(inputs):
+            if mixed.intersection(inputs):
+                mixed.add(node)
+        elif str(node.target).removeprefix("aten.").partition(".")[0] in _REDUCING:
+            before, after = _sizes(node.args[0]), _sizes(node)
+            kept_rows = len(before) - len(after) <= 1
+            if not kept_rows or _count(after, outputs) == _count(before, outputs):
+                mixed.add(node)
+        elif node.target not in _PICKING or any(same(size, vocab) for size in shape(node)):
+            wide.add(node)
+    return wide, mixed
+
+
+def _sizes(node: Node) -> list[object]:
+    """The sizes other than one; of an op with several outputs, of the first."""
+    value = node.meta["val"]
+    value = value[0] if isinstance(value, (tuple, list)) else value
+    return [size for size in value.shape if not same(size, 1)]
+
+
+def _count(sizes: list[object], outputs: list[object]) -> int:
+    return sum(any(same(size, output) for output in outputs) for size in sizes)
 
 
 def _miss(code: str, node: Node, user: Node, sink: Node | None) -> Miss:
