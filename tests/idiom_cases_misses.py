@@ -511,9 +511,19 @@ def argmax_of_everything(h, W):
     return F.linear(h, W).argmax()
 
 
-@miss("LAYOUT", "or of the rows", h3, W)
+@miss("SAMPLING_DIM", "dimension 1 of 3", h3, W)
 def argmax_over_positions(h, W):
     return F.linear(h, W).argmax(1)
+
+
+@miss("SAMPLING_DIM", "dimension 0 of 3", h3, W)
+def argmax_over_a_batch_of_positions(h, W):
+    return F.linear(h, W).argmax(0)
+
+
+@miss("SAMPLING_DIM", "dimension 1 of 3", h3, W)
+def likeliest_position(h, W):
+    return F.linear(h, W).softmax(-1).max(1).indices
 
 
 @miss("LAYOUT", "aten.bmm", exact(torch.Generator().manual_seed(1), BATCH, 2, FEATURES), torch.stack([W, W.flip(0)]))

@@ -92,10 +92,26 @@ def _site(sink: Node, output: Node, dim: int, draws: int, head: int) -> Site:
     try:
         return _walk(sink, output, dim, draws, linear, dependents, head)
     except Miss as miss:
-        # A filter explains why the walk did not get through better than the node at which it stopped.
-        between = (node for node in sink.graph.nodes if node in dependents and node is not linear.node)
-        filtered = filter_miss(between) if miss.code in _EXPLAINED_BY_FILTERS else None
-        raise filtered or miss from None
+        # What was written explains why the walk did not get through better than the node at which it stopped.
+        between = [node for node in sink.graph.nodes if node in dependents and node is not linear.node]
+        if miss.code in _EXPLAINED_BY_FILTERS:
+            miss = filter_miss(between) or miss
+        if miss.code == "LAYOUT":
+            miss = _wrong_dim(sink, dim, linear) or miss
+        raise miss from None
+
+
+def _wrong_dim(sink: Node, dim: int, linear: Linear) -> Miss | None:
+    """The miss for a sink over some dimension of rows, where the last one is the linear's output as it was."""
+    sizes, output = shape(sink.args[0]), shape(linear.node)[-1]
+    if dim == len(sizes) - 1 or not same(sizes[-1], output) or same(sizes[dim], output):
+        return None
+    return Miss(
+        "SAMPLING_DIM",
+        f"dimension {dim} of {len(sizes)} is sampled, and the linear's output is the last",
+        "sample along the last dimension of the logits, the vocabulary: dim=-1",
+        sink,
+    )
 
 
 # Each head is a call of its own: more of them than any codec has would be something else than heads.
