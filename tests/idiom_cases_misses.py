@@ -674,9 +674,65 @@ def no_linear(h):
     return (h * 2).argmax(-1)
 
 
-@miss("NO_LINEAR", "prims.rev", h, W)
+@miss("NO_LINEAR", "aten.embedding", torch.tensor([3, 1, 4, 1]), W)
+def rows_of_a_table(ids, W):
+    return F.embedding(ids, W).argmax(-1)
+
+
+@miss("NO_LINEAR", "prims.rev", h, W[:FEATURES])
+def another_layer_behind_the_op(h, W):
+    """A product of fewer columns than are sampled is no LM head."""
+    hidden = F.linear(h, W)
+    return torch.cat([hidden.repeat(1, 2), hidden], 1).flip(-1).argmax(-1)
+
+
+@miss("EPILOGUE_OP", "prims.rev", h, W)
 def unknown_op_between(h, W):
     return F.linear(h, W).flip(-1).argmax(-1)
+
+
+@miss("EPILOGUE_OP", "aten.avg_pool2d", h, W)
+def unknown_op_before_the_softmax(h, W):
+    return F.avg_pool1d(F.linear(h, W)[:, None], 3, 1, 1)[:, 0].softmax(-1).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "aten.cumsum", h, W)
+def running_sum_of_logits(h, W):
+    return F.linear(h, W).cumsum(-1).softmax(-1).multinomial(1)
+
+
+@miss("NOISE", "inverse-CDF", h, W)
+def inverse_cdf(h, W):
+    cdf = F.linear(h, W).softmax(-1).cumsum(-1)
+    return (cdf > torch.rand(BATCH, 1)).int().argmax(-1)
+
+
+@miss("NOISE", "inverse-CDF", h, W)
+def inverse_cdf_between_two_sums(h, W):
+    p = F.linear(h, W).softmax(-1)
+    cdf, u = p.cumsum(-1), torch.rand(BATCH, 1)
+    return ((cdf - p <= u) & (cdf - u > 0)).float().argmax(-1)
+
+
+@miss("EPILOGUE_OP", "a value of its own", h, W, torch.tensor([1, 5, 7]))
+def some_logits_raised(h, W, ids):
+    logits = F.linear(h, W)
+    logits[:, ids] += 2.0
+    return logits.softmax(-1).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "a value of its own", h, W, torch.tensor([1, 5, 7]))
+def some_logits_penalised(h, W, ids):
+    logits = F.linear(h, W)
+    some = logits[:, ids]
+    logits[:, ids] = torch.where(some > 0, some / 1.2, some * 1.2)
+    return logits.softmax(-1).multinomial(1)
+
+
+@miss("EPILOGUE_OP", "statistic of the row", h, W)
+def guidance_of_log_probabilities(h, W):
+    wanted, unwanted = F.linear(h, W).log_softmax(-1).chunk(2)
+    return (unwanted + 1.5 * (wanted - unwanted)).argmax(-1)
 
 
 @miss("NOISE", "aten.div.Tensor", h, W)

@@ -95,6 +95,45 @@ def greedy(h, W):
     return F.linear(h, W).argmax(-1)
 
 
+def penalised(h, W, ids):
+    logits = F.linear(h, W)
+    seen = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    return torch.where(seen, torch.where(logits > 0, logits / 1.2, logits * 1.2), logits).softmax(-1).multinomial(1)
+
+
+# For each miss: words of its hint, and a function that does as they say.
+ADVICE = {
+    "inverse_cdf": ("torch.multinomial(probs, 1), which is fused", draw),
+    "some_logits_raised": (
+        "torch.zeros(V).index_fill(0, ids, 2.0), which is fused",
+        lambda h, W, ids: (F.linear(h, W) + torch.zeros(VOCAB).index_fill(0, ids, 2.0)).softmax(-1).multinomial(1),
+    ),
+    "some_logits_penalised": ("torch.where and a [V] or [B, V] mask", penalised),
+    "argmax_over_positions": ("dim=-1", greedy),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_leads_to_a_fusion(name):
+    case = MISSES[name]
+    words, advised = ADVICE[name]
+    assert words in run_pass(case.fn, case.args, execute=False).report.missed[0].hint
+    assert_fused(run_pass(advised, case.args, execute=False), 1)
+
+
+def test_guidance_of_log_probabilities_is_led_to_mixed_hidden_states():
+    case = MISSES["guidance_of_log_probabilities"]
+    assert "leave out the log_softmax" in run_pass(case.fn, case.args).report.missed[0].hint
+
+    def logits_mixed(h, W):
+        wanted, unwanted = F.linear(h, W).chunk(2)
+        return (unwanted + 1.5 * (wanted - unwanted)).argmax(-1)
+
+    # The draw is the same, and the next hint the one for guidance.
+    assert torch.equal(logits_mixed(h, W), case.fn(h, W))
+    assert "mix hidden states" in run_pass(logits_mixed, [h, W]).report.missed[0].hint
+
+
 def test_small_vocabulary():
     rewritten = run_pass(draw, [h, W], options=Options())
     check_records(rewritten.report, ["SMALL_VOCAB"], "160", draw)

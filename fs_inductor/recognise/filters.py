@@ -14,9 +14,9 @@ from .miss import Miss
 
 aten = torch.ops.aten
 
-_CUMULATIVE = {aten.cumsum.default, aten.logcumsumexp.default}
+CUMULATIVE = {aten.cumsum.default, aten.logcumsumexp.default}
 _SORT = {aten.sort.default, aten.sort.stable}
-_COMPARISONS = {
+COMPARISONS = {
     getattr(getattr(aten, name), overload) for name in ("lt", "le", "gt", "ge") for overload in ("Tensor", "Scalar")
 }
 _STATISTICS = {
@@ -40,16 +40,16 @@ def filter_miss(region: Iterable[Node]) -> Miss | None:
     The code is that of the costliest filter, since that one will be supported last; the reason names them all.
     """
     nodes = list(region)
-    cumulative = [n for n in nodes if n.target in _CUMULATIVE]
+    cumulative = [n for n in nodes if n.target in CUMULATIVE]
     largest = [n for n in nodes if n.target is aten.kthvalue.default or (n.target is aten.topk.default and _many(n))]
     sorts = [n for n in nodes if n.target in _SORT]
     ranked = {*cumulative, *largest, *sorts}
-    cutoffs = [n for n in nodes if n.target in _COMPARISONS and _reads_statistic(n, set(nodes), ranked)]
+    cutoffs = [n for n in nodes if n.target in COMPARISONS and _reads_statistic(n, set(nodes), ranked)]
     if sorts and not cumulative and not largest and not cutoffs:
         # A threshold read off the sorted logits; beside a cutoff, a sort only says which tokens are kept anyway.
         largest = sorts
     found: list[tuple[str, str, str, Node]] = []
-    if cumulative:
+    if cumulative and (sorts or largest):  # a running sum in the order of ids is no filter by itself
         reason = f"{_name(cumulative[0])} sorts or sums along the vocabulary, as top-p and typical-p filters do"
         found.append(("TOP_P", "top-p", reason, cumulative[0]))
     if largest:

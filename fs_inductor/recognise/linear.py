@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .filters import filter_miss
 from .gather import ALL_GATHER, GATHER_TARGETS
 from .miss import Miss
+from .noise import inverse_cdf_miss
 from .pointwise import CASTS, POINTWISE_TARGETS, SCATTER_TARGETS
 from .shapes import SHAPE_TARGETS, VIEWS, Call, is_identity, is_piece, rank, same, same_shape, shape
 
@@ -146,11 +147,39 @@ def find_linear(sink: Node, head: int = 0) -> tuple[Linear, set[Node]]:
         else:
             barriers.append(node)
     if not found:
-        raise filter_miss(_behind(sink)) or barrier_miss(barriers)
+        raise _nothing_found(sink, barriers)
     gathered = any(node.target in ALL_GATHER for node in seen)
     # Behind a gather the weight's size differs between ranks, and all must choose alike.
     head = max(found, key=lambda linear: shape(linear.left)[-1] if gathered else linear.weight_numel())
     return head, _dependents(head) & ancestors(sink)
+
+
+def _nothing_found(sink: Node, barriers: list[Node]) -> Miss:
+    """Why the search from ``sink``, which ended at ``barriers``, met no product."""
+    behind = _behind(sink)
+    miss = filter_miss(behind) or inverse_cdf_miss(behind) or barrier_miss(barriers)
+    between = [node for node in barriers if _hides_product(node, sink)] if miss.code == "NO_LINEAR" else []
+    return _no_spelling(between[0]) if between else miss
+
+
+# A few ops with their casts and views; what lies further back is another layer's.
+_SIGHT = 32
+
+
+def _hides_product(barrier: Node, sink: Node) -> bool:
+    """Whether a product with columns enough for a vocabulary stands close behind ``barrier``."""
+    vocab = shape(sink.args[0])[-1]
+    stack, seen = [barrier], set()
+    while stack and len(seen) < _SIGHT:
+        node = stack.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if Linear.match(node) is None:
+            stack.extend(node.all_input_nodes)
+        elif any(statically_known_true(size >= vocab) for size in shape(node)):
+            return True
+    return False
 
 
 def stacked_pieces(node: Node) -> list[Node] | None:
@@ -195,11 +224,10 @@ def barrier_miss(barriers: Iterable[Node]) -> Miss:
         for node, name in names.items():
             if any(word in name for word in words):
                 return Miss(code, f"{name} {reason}", hint, node)
-    for node, name in names.items():
+    for node in names:
         unknown = torch.Tag.pointwise in getattr(node.target, "tags", ()) and node.target not in PASSABLE
         if unknown and _processes_logits(node):
-            hint = "use another op, or compute this outside of the way from the LM head to the sampling"
-            return Miss("EPILOGUE_OP", f"the epilogue has no op for {name}", hint, node)
+            return _no_spelling(node)
     node = barriers[0] if barriers else None
     where = f" (the search ended at {names[node]})" if node is not None else ""
     return Miss(
@@ -208,6 +236,11 @@ def barrier_miss(barriers: Iterable[Node]) -> Miss:
         "compile the LM head and the sampling in one function, with only pointwise ops and row selections between them",
         node,
     )
+
+
+def _no_spelling(node: Node) -> Miss:
+    hint = "use another op, or compute this outside of the way from the LM head to the sampling"
+    return Miss("EPILOGUE_OP", f"the epilogue has no op for {node.target}", hint, node)
 
 
 def _processes_logits(node: Node) -> bool:
@@ -240,7 +273,8 @@ _BARRIERS = (
         "EPILOGUE_OP",
         ("aten.scatter", "aten.index_put", "aten.index_add", "aten.scatter_add"),
         "writes a value of its own into each of some logits, as repetition penalties do",
-        "write it as pointwise work over a [B, V] tensor with torch.where, or keep the site unfused",
+        "add a [V] or [B, V] bias to the logits, such as torch.zeros(V).index_fill(0, ids, 2.0), which is fused; "
+        "what depends on a logit, as a penalty does, goes with torch.where and a [V] or [B, V] mask",
     ),
     (
         "QUANTIZED",

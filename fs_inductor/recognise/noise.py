@@ -6,12 +6,14 @@ without one, so guards up to `MAX_GUARD` are read as the noise they protect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from .filters import COMPARISONS, CUMULATIVE
+from .miss import Miss
 from .pointwise import is_float_cast
 from .shapes import is_identity, rank, same, shape
 
@@ -33,6 +35,29 @@ _REARRANGEMENTS = {aten.view.default, aten.reshape.default, aten.permute.default
 
 def is_random(node: Any) -> bool:
     return isinstance(node, Node) and node.target in _RANDOM
+
+
+def inverse_cdf_miss(region: Iterable[Node]) -> Miss | None:
+    """The miss for a draw of the first id whose running sum passes a random number; None if ``region`` has none."""
+    for node in region:
+        if node.target not in COMPARISONS:
+            continue
+        # The running sum and the random number stand next to the comparison: there is no need to look far.
+        stack, seen = [node], set()
+        while stack and len(seen) < 32:
+            at = stack.pop()
+            if at not in seen:
+                seen.add(at)
+                stack.extend(() if at.target in CUMULATIVE else at.all_input_nodes)
+        sums = [at for at in seen if at.target in CUMULATIVE]
+        if sums and any(map(is_random, seen)):
+            return Miss(
+                "NOISE",
+                f"{node.target} compares the running sum {sums[0].target} with a random number, an inverse-CDF draw",
+                "draw with torch.multinomial(probs, 1), which is fused",
+                node,
+            )
+    return None
 
 
 def gumbel(node: Any) -> tuple[list[Node], int] | None:

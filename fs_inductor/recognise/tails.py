@@ -95,7 +95,7 @@ def _site(sink: Node, output: Node, dim: int, draws: int, head: int) -> Site:
         # What was written explains why the walk did not get through better than the node at which it stopped.
         between = [node for node in sink.graph.nodes if node in dependents and node is not linear.node]
         if miss.code in _EXPLAINED_BY_FILTERS:
-            miss = filter_miss(between) or miss
+            miss = filter_miss(between) or noise.inverse_cdf_miss(between) or miss
         if miss.code == "LAYOUT":
             miss = _wrong_dim(sink, dim, linear) or miss
         raise miss from None
