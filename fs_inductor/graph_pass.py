@@ -130,9 +130,17 @@ def find_sinks(graph: Graph) -> list[Node]:
     _found.clear()
     try:
         _anchors().apply(graph)
-        return list(reversed(_found))
+        found = set(_found)
     finally:
         _found.clear()
+    # The matcher passes over meta tensors. A step on them is a miss all the same, not a step without sampling.
+    sinks = [node for node in graph.nodes if node.target in SINK_TARGETS]
+    return [node for node in sinks if node in found or any(map(_is_meta, node.all_input_nodes))]
+
+
+def _is_meta(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 # Handlers have no return value; compilation of one graph runs under Dynamo's lock.
