@@ -258,6 +258,16 @@ def test_collective_that_does_not_join_a_vocabulary(two_ranks):
         assert rewritten.after == rewritten.before
 
 
+def test_guidance_behind_a_gather_is_told_of_hidden_states(two_ranks):
+    from torch.distributed import _functional_collectives as collectives
+
+    def step(h, W):
+        return guided(*collectives.all_gather_tensor(F.linear(h, W), 1, two_ranks).chunk(2)).argmax(-1)
+
+    (miss,) = run_pass(step, [h, W], execute=False).report.missed
+    assert miss.code == "LAYOUT" and "mix hidden states, not logits" in miss.hint, miss
+
+
 def test_every_code_is_tested():
     tested = {code for case in MISSES.values() for code in case.codes}
     tested |= {"SMALL_VOCAB", "NO_GAIN", "FALLBACK_RANDOM", "DEVICE", "INTERNAL", "TP_LAYOUT"}

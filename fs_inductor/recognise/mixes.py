@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .gather import GATHER_TARGETS
 from .linear import Linear
 from .miss import Miss
 from .pointwise import CASTS
@@ -69,8 +70,8 @@ def _first_not_linear(linear: Linear, mix: Node, dependents: set[Node]) -> Node 
 
 
 def _is_linear(node: Node, dependents: set[Node]) -> bool:
-    if node.target in SHAPE_TARGETS or node.target is aten.neg.default or is_piece(node):
-        return True
+    if node.target in SHAPE_TARGETS | GATHER_TARGETS or node.target is aten.neg.default or is_piece(node):
+        return True  # a gather's padding is zeros, or stays with ids that nobody samples
     if node.target in CASTS:
         return node.meta["val"].dtype.is_floating_point
     if node.target in _SUMS:
