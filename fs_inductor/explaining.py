@@ -64,8 +64,10 @@ def _uncompiled(fn: Callable) -> Callable:
     if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
         return fn._orig_mod
     if isinstance(fn, torch.nn.Module):
-        # After `module.compile()`, to call the module would run that code.
-        return fn if fn._compiled_call_impl is None else fn._call_impl
+        if fn._compiled_call_impl is not None:
+            return fn._call_impl  # after `module.compile()`, to call the module would run that code
+        forward = fn.__dict__.get("forward")  # `module.forward = torch.compile(module.forward)`
+        return getattr(forward, "_torchdynamo_orig_callable", fn)
     if inspect.ismethod(fn):
         # A compiled function in a class knows what it was made from, but not the object that it is called on.
         return types.MethodType(_uncompiled(fn.__func__), fn.__self__)

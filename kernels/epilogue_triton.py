@@ -85,14 +85,14 @@ def _source(program: Program, kinds: Sequence[Kind]) -> str:
         factor, reader = _factor(one), readers.get(f"x{n}", "")
         if all(term.literal is not None for term in inputs):
             result = _literal(OPS[op].torch(*(constant(term.literal) for term in inputs)).item())
+        elif factor and inputs[0].text in held:
+            lines.append(f"    x{n} = {_tanh(*held[inputs[0].text], factor)}")
         elif factor and reader == "tanh":
             held[result.text] = inputs[0], factor
         elif op == "tanh" and (inputs[0].text in held or reader == "factor"):
             held[result.text] = held.get(inputs[0].text, (inputs[0], 1.0))
             if reader != "factor":
                 lines.append(f"    x{n} = {_tanh(*held.pop(result.text), 1.0)}")
-        elif factor and inputs[0].text in held:
-            lines.append(f"    x{n} = {_tanh(*held[inputs[0].text], factor)}")
         elif mask:
             values = (term.text if term.literal is None else spell_block(term.literal) for term in inputs[1:])
             lines.append(f"    x{n} = where_byte({mask}, {', '.join(values)})")

@@ -318,6 +318,13 @@ SOFTCAPS = {
     "x0 = mul(acc, 0.02); x1 = tanh(x0); x2 = div(x1, 0.02)": lambda x: torch.tanh(x * 0.02) / 0.02,
     "x0 = mul(acc, 1000.0); x1 = tanh(x0)": lambda x: torch.tanh(1000 * x),
     "x0 = tanh(acc); x1 = mul(x0, 0.001)": lambda x: torch.tanh(x) * 0.001,
+    "x0 = tanh(acc); x1 = mul(x0, 0.5); x2 = tanh(x1)": lambda x: torch.tanh(torch.tanh(x) * 0.5),
+    "x0 = mul(acc, 0.5); x1 = tanh(x0); x2 = mul(x1, 2.0); x3 = tanh(x2); x4 = mul(x3, 3.0)": lambda x: (
+        3 * torch.tanh(2 * torch.tanh(x * 0.5))
+    ),
+    "x0 = tanh(acc); x1 = tanh(x0); x2 = div(x1, 1024.0); x3 = tanh(x2)": lambda x: torch.tanh(
+        torch.tanh(torch.tanh(x)) / 1024
+    ),
     # Factors that the fit does not take in: negative, too large or small, before or after a rounding, or read twice.
     "x0 = div(acc, -30.0); x1 = tanh(x0); x2 = mul(x1, -30.0)": lambda x: 30 * torch.tanh(x / 30),
     "x0 = mul(acc, 1e-06); x1 = tanh(x0); x2 = mul(x1, 1000000.0)": lambda x: 1e6 * torch.tanh(x / 1e6),

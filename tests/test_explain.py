@@ -243,6 +243,10 @@ def compiled_step(kind, compile):
         module = Step()
         module.compile(**compile.keywords)
         return module
+    if kind == "module, its forward":
+        module = Step()
+        module.forward = compile(module.forward)
+        return module
     if kind.endswith("decorated"):
         Step.forward = compile(Step.forward)
         return Step().forward if kind == "method, decorated" else Step()
@@ -251,7 +255,16 @@ def compiled_step(kind, compile):
 
 
 @pytest.mark.parametrize(
-    "kind", ["function", "module", "method", "module, in place", "module, decorated", "method, decorated"]
+    "kind",
+    [
+        "function",
+        "module",
+        "method",
+        "module, in place",
+        "module, its forward",
+        "module, decorated",
+        "method, decorated",
+    ],
 )
 def test_a_compiled_functions_own_options_count(kind):
     with torch.no_grad():

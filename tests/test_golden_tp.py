@@ -190,6 +190,14 @@ sample_sharded(hidden f32[B, 16], weight f32[R, 16], seed i64[], vocab V, capaci
   program: x0 = div(acc, 0.7)""",
         )
 
+    def test_colwise_position_of_each_row(self):
+        self.golden(
+            "colwise_position_of_each_row",
+            """\
+sample_sharded(hidden f32[4, 16], weight f32[R, 16], seed i64[], vocab V, capacity C)
+  program: x0 = div(acc, 0.7)""",
+        )
+
     def test_colwise_greedy(self):
         self.golden(
             "colwise_greedy",
@@ -409,6 +417,10 @@ CODES = {
     "rows_of_this_rank": "TP_LAYOUT",
     "piece_of_this_rank": "TP_LAYOUT",
     "position_of_this_rank": "TP_LAYOUT",
+    "row_of_this_rank_from_the_end": "TP_LAYOUT",
+    "row_of_this_rank_selected_from_the_end": "TP_LAYOUT",
+    "rows_of_this_rank_by_a_constant": "TP_LAYOUT",
+    "rows_rolled": "TP_LAYOUT",
 }
 
 

@@ -128,6 +128,12 @@ def colwise_last_position_first(env):
     return lambda x: draw(model(x[:, -1:])[:, 0])
 
 
+@case(SEQUENCE, (BATCH,), dynamic=False)
+def colwise_position_of_each_row(env):
+    model = env.model()
+    return lambda x, lengths: draw(model(x)[torch.arange(BATCH), lengths.abs().long().clamp(max=LENGTH - 1)])
+
+
 @case(ROWS)
 def colwise_greedy(env):
     model = env.model()
@@ -431,6 +437,30 @@ def rows_of_this_rank(env):
 def piece_of_this_rank(env):
     model = env.model()
     return lambda x: draw(model(x).chunk(2)[env.rank % 2])
+
+
+@not_fused(ROWS)
+def row_of_this_rank_from_the_end(env):
+    model = env.model()
+    return lambda x: draw(model(x)[[-2 - env.rank % 2]])
+
+
+@not_fused(ROWS)
+def row_of_this_rank_selected_from_the_end(env):
+    model = env.model()
+    return lambda x: model(x)[-2 - env.rank % 2].argmax(-1)
+
+
+@not_fused(ROWS)
+def rows_of_this_rank_by_a_constant(env):
+    model = env.model()
+    return lambda x: draw(model(x).index_select(0, torch.arange(env.rank % 2 + 1, env.rank % 2 + 2)))
+
+
+@not_fused(ROWS)
+def rows_rolled(env):
+    model = env.model()
+    return lambda x: draw(model(x).roll(1 + env.rank % 2, 0)[-1:])
 
 
 @not_fused(SEQUENCE)

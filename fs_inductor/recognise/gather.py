@@ -21,9 +21,23 @@ import torch
 from torch.fx import Node
 
 from .miss import Miss
-from .shapes import VIEWS, Call, Narrowed, PieceStep, ShapeStep, cut_dim, rank, same, same_shape, shape
+from .shapes import (
+    RESHAPES,
+    VIEWS,
+    Call,
+    Narrowed,
+    PieceStep,
+    ShapeStep,
+    cut_dim,
+    is_identity,
+    rank,
+    same,
+    same_shape,
+    shape,
+)
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 collectives = torch.ops._c10d_functional
 
 ALL_GATHER = (collectives.all_gather_into_tensor.default,)
@@ -203,23 +217,40 @@ def gather_of(path: tuple[ShapeStep, ...]) -> GatherStep | None:
             raise _layout(
                 step.node,
                 "picks rows by their number after the gather, and the numbers may be the rank's own",
-                "pick the rows of the hidden states, before the LM head, or count from the end, as [:, -1] does",
+                "pick the rows of the hidden states, before the LM head, or the last of them, as [:, -1] does",
             )
     return gathers[0]
 
 
 def _numbers_rows(step: ShapeStep) -> bool:
-    """Whether the graph says by number which rows the step keeps; counted from the end, they are any rank's."""
+    """Whether the graph says by number which rows the step keeps; the last of a dimension is any rank's."""
     node, sizes = step.node, shape(step.source)
     if isinstance(step, PieceStep):
         return not same(sizes[cut_dim(node.args[0])], 1)
     if node.target is aten.select.int:
         dim, index = node.args[1:3]
-        return not same(sizes[dim], 1) and not (isinstance(index, int) and index < 0)
+        return index != -1 and not same(sizes[dim], 1)
     if node.target is aten.slice.Tensor:
         start, end, stride = step.bounds()
-        return not (isinstance(start, int) and start < 0 and stride == 1 and end in (None, sys.maxsize))
-    return False
+        return start != -1 or stride != 1 or end not in (None, sys.maxsize)
+    if node.target is aten.index.Tensor:
+        return any(_is_constant(index) for index in node.args[1] if index is not None)
+    return node.target is aten.index_select.default and _is_constant(node.args[2])
+
+
+def _is_constant(index: Node) -> bool:
+    """Whether the graph itself makes ``index``, and not as 0, 1, 2, ...; a tensor that is passed in is data."""
+    stack, seen = [index], set()
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder":
+            return False
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    plain = [node for node in seen if node.target is prims.iota.default]
+    moved = [node for node in seen if node not in plain and not is_identity(node) and node.target not in RESHAPES]
+    return not plain or bool(moved) or any(node.kwargs.get("start", 0) != 0 for node in plain)
 
 
 def _is_gather(node: Any) -> bool:
