@@ -130,8 +130,8 @@ else:
 
     @triton.jit
     def _quotient(x, y):
-        # Opaque: a sum that follows would take the product in, and keep both factors in registers until it has waited
-        # for its own operand. y is far from where the reciprocal underflows.
+        # Opaque to LLVM, which would move the product into a sum that follows and keep both factors in registers until
+        # the sum's own operand is there. y is far from where the reciprocal underflows.
         return tl.inline_asm_elementwise(
             "{ .reg .f32 r; rcp.approx.ftz.f32 r, $2; mul.f32 $0, $1, r; }",
             "=f,f,f",

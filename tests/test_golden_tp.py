@@ -420,6 +420,7 @@ CODES = {
     "row_of_this_rank_from_the_end": "TP_LAYOUT",
     "row_of_this_rank_selected_from_the_end": "TP_LAYOUT",
     "rows_of_this_rank_by_a_constant": "TP_LAYOUT",
+    "rows_by_a_step_of_this_rank": "TP_LAYOUT",
     "rows_rolled": "TP_LAYOUT",
 }
 

@@ -458,6 +458,12 @@ def rows_of_this_rank_by_a_constant(env):
 
 
 @not_fused(ROWS)
+def rows_by_a_step_of_this_rank(env):
+    model = env.model()
+    return lambda x: draw(model(x).index_select(0, torch.arange(0, BATCH, 2 + env.rank % 2)))
+
+
+@not_fused(ROWS)
 def rows_rolled(env):
     model = env.model()
     return lambda x: draw(model(x).roll(1 + env.rank % 2, 0)[-1:])

@@ -250,7 +250,8 @@ def _is_constant(index: Node) -> bool:
             stack.extend(node.all_input_nodes)
     plain = [node for node in seen if node.target is prims.iota.default]
     moved = [node for node in seen if node not in plain and not is_identity(node) and node.target not in RESHAPES]
-    return not plain or bool(moved) or any(node.kwargs.get("start", 0) != 0 for node in plain)
+    counts = all(node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1 for node in plain)
+    return not plain or bool(moved) or not counts
 
 
 def _is_gather(node: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from .gather import GATHER_TARGETS
 from .linear import Linear
 from .miss import Miss
-from .pointwise import CASTS
+from .pointwise import is_float_cast
 from .shapes import SHAPE_TARGETS, is_piece, rank, same, shape
 
 aten = torch.ops.aten
@@ -72,8 +72,8 @@ def _first_not_linear(linear: Linear, mix: Node, dependents: set[Node]) -> Node 
 def _is_linear(node: Node, dependents: set[Node]) -> bool:
     if node.target in SHAPE_TARGETS | GATHER_TARGETS or node.target is aten.neg.default or is_piece(node):
         return True  # a gather's padding is zeros, or stays with ids that nobody samples
-    if node.target in CASTS:
-        return node.meta["val"].dtype.is_floating_point
+    if is_float_cast(node):
+        return True
     if node.target in _SUMS:
         return all(arg in dependents for arg in node.args[:2])
     if node.target in _SCALES:
