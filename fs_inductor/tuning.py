@@ -51,7 +51,7 @@ def _tune(node: Node, operands_at: int, program_at: int) -> None:
     operands = [_like(operand)[..., : weight.shape[0]] for operand in node.args[operands_at]]
     program = node.args[program_at]
     kinds, _ = operand_kinds(operands, hidden.shape[0], weight.shape[0])
-    case = gemm_sample.case_of(hidden, weight, any(kind.shape == "full" for kind in kinds))
+    case = gemm_sample.case_of(hidden, weight, kinds)
     if operands_at == 2:
         autotune.tune(case, lambda tile: gemm_sample.argmax(hidden, weight, operands, program, config=tile))
         return

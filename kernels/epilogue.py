@@ -238,18 +238,21 @@ Shape = Literal["scalar", "row", "token", "full"]
 
 
 class Kind(NamedTuple):
-    """What the emitted code must know of an operand: the axes it varies on, and its dtype."""
+    """What the emitted code must know of an operand: the axes it varies on, its dtype, and whether it is a full one of
+    booleans whose rows can be read four at a time."""
 
     shape: Shape
     dtype: torch.dtype
+    by_four: bool = False
 
 
 def operand_kinds(
-    operands: Sequence[Tensor], batch: int, vocab: int
+    operands: Sequence[Tensor], batch: int, vocab: int, shift: int = 0
 ) -> tuple[tuple[Kind, ...], tuple[tuple[int, int], ...]]:
     """The kind of each operand, and its (row, column) strides in elements, 0 where it is constant.
 
-    operands: tensors that broadcast to [batch, vocab]. Raises ValueError, naming one that does not.
+    operands: tensors that broadcast to [batch, vocab]. shift: how far before column 0 the first tile starts.
+    Raises ValueError, naming one that does not broadcast.
     """
     kinds, strides = [], []
     for n, operand in enumerate(operands):
@@ -263,26 +266,38 @@ def operand_kinds(
             0 if size == 1 else stride for size, stride in zip(shape, (0, 0, *operand.stride())[-2:], strict=True)
         )
         name: Shape = ("full" if column else "row") if row else ("token" if column else "scalar")
-        kinds.append(Kind(name, operand.dtype))
+        by_four = name == "full" and operand.dtype == torch.bool and column == 1
+        by_four = by_four and all(n % 4 == 0 for n in (operand.data_ptr(), row, vocab, shift))
+        kinds.append(Kind(name, operand.dtype, by_four))
         strides.append((row, column))
     return tuple(kinds), tuple(strides)
 
 
-def emit(program: Program, kinds: tuple[Kind, ...]) -> triton.JITFunction:
+def emit(program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...] = ()) -> triton.JITFunction:
     """A Triton function that computes the program on a tile:
 
-        epilogue(acc, rows, cols, row_mask, col_mask, operands, strides) -> f32 [BB, BV]
+        epilogue(acc, early, late) -> f32 [BB, BV]
 
-    acc: f32 [BB, BV]. rows: integers [BB], cols: integers [BV], indices into the hidden rows and
-    the weight rows.
-    row_mask, col_mask: bool [BB], [BV]; nothing is loaded where they are false, and the result
-    there means nothing.
-    operands: a tuple of pointers; strides: a tuple of (row stride, column stride), as from
-    `operand_kinds`.
+    acc: f32 [BB, BV]. early, late: what the functions of `emit_loads` have loaded for the operands numbered in `early`,
+    and for all others.
 
     Equal arguments always give the same source, hence the same key in Triton's cache.
     Raises ProgramError if the kinds do not fit the program.
     """
     from . import epilogue_triton  # here, because the torch path must work without Triton
 
-    return epilogue_triton.emit(program, kinds)
+    return epilogue_triton.emit(program, kinds, early)
+
+
+def emit_loads(kinds: tuple[Kind, ...], which: tuple[int, ...]) -> triton.JITFunction | None:
+    """A Triton function that loads the operands numbered in `which` for a tile; None if there are none:
+
+        loads(operands, strides, b0, v0, B, V, BB, BV) -> tuple
+
+    operands: a tuple of pointers; strides: a tuple of (row stride, column stride), as from `operand_kinds`.
+    b0, v0: the tile's first row and column. Nothing is loaded outside rows 0 ... B and columns 0 ... V, and the values
+    there mean nothing.
+    """
+    from . import epilogue_triton
+
+    return epilogue_triton.emit_loads(kinds, which)

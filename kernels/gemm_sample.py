@@ -20,14 +20,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import autotune, scratch, tiles
-from .epilogue import Program, emit, operand_kinds
+from .epilogue import Kind, Program, emit, emit_loads, operand_kinds
 from .exchange_triton import exchange_winners, world_block
-from .offers import best_key_of, group_mass, offer_argmax, offer_draw, read_best
+from .offers import best_key_of, group_scores, offer_argmax, offer_draw, read_best
 from .peers import Channel
 from .rng import GROUP
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _INF = tl.constexpr(float("inf"))
 
 # How the kernel reads an operand of the product.
@@ -89,8 +87,16 @@ def _finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides,
-                EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
+def _load_operands(LOADS: tl.constexpr, operands, strides, b0, v0, B, V, BB: tl.constexpr, BV: tl.constexpr):
+    if LOADS is None:
+        return ()
+    else:
+        return LOADS(operands, strides, b0, v0, B, V, BB, BV)
+
+
+@triton.jit
+def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides, early,
+                LATE: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
                 MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, SELECT: tl.constexpr, G: tl.constexpr,
                 BB: tl.constexpr, BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
     """Offer the candidates of one tile: acc [BB, BV] is the product of rows b0... and ids v0... of the shard."""
@@ -99,19 +105,13 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
     row_mask = rows < B
     cols = v0 + tl.arange(0, BV)
     col_mask = (cols >= 0) & (cols < V)
-    logits = EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
+    logits = EPILOGUE(acc, early, _load_operands(LATE, operands, operand_strides, b0, v0, B, V, BB, BV))
     if (v0 < 0) | (v0 + BV > V):  # only the first and the last tile
         logits = tl.where(col_mask[None, :], logits, -_INF)
     if GREEDY:
         offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words, BB), id_base, BV, INTERPRET)
     else:
-        x = logits.reshape(BB, NG, G)
-        top = tl.max(x, 2) * _LOG2_E
-        # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
-        top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
-        p = tl.exp2(x * _LOG2_E - top[:, :, None])
-        LEVELS: tl.constexpr = 4 if G == 128 else 3 if G == 64 else 2 if G == 32 else 1  # bits above 2
-        mass = group_mass(p, BB, NG, G, LEVELS)
+        p, top, mass = group_scores(logits, NG, G)
         group_id = id_base.to(tl.int64) + v0 + tl.arange(0, NG).to(tl.int64)[None, :] * G
         if ROW_SEEDS:
             row_seed = tl.load(seed + rows, mask=row_mask, other=0)[:, None]
@@ -125,13 +125,14 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
                 words = read_best(best, b0.to(tl.int64) * num_draws + draw, num_draws, b0, B, BB, THREADS)
                 best_key = best_key_of(words, BB)
                 offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
-                            SELECT, BB, NG, G, LEVELS)
+                            SELECT, BB, NG, G)
         else:
             best_key = best_key_of(best_words, BB)
             offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
-                        SELECT, BB, NG, G, LEVELS)
+                        SELECT, BB, NG, G)
     if GREEDY_EPILOGUE is not None:
-        logits = GREEDY_EPILOGUE(acc, rows, cols, row_mask, col_mask, operands, operand_strides)
+        late = _load_operands(LATE, operands, operand_strides, b0, v0, B, V, BB, BV)
+        logits = GREEDY_EPILOGUE(acc, early, late)
         logits = tl.where(col_mask[None, :], logits, -_INF)
         slots = B.to(tl.int64) * num_draws + rows  # behind the draws' words
         words = read_best(best, B.to(tl.int64) * num_draws + b0, 1, b0, B, BB, THREADS)
@@ -143,23 +144,24 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
 def gemm_sample_kernel(
     hidden, weight, seed, out, greedy_out, scratch_words, block, channel, capacity, operands, operand_strides,
     B, V, D, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
-    EVEN_D: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
-    MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr,
-    PRECISION: tl.constexpr, SELECT: tl.constexpr, G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, FLATTEN: tl.constexpr, HEAD: tl.constexpr, WORLD: tl.constexpr, WORDS: tl.constexpr,
-    THREADS: tl.constexpr, INTERPRET: tl.constexpr,
+    EVEN_D: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr, EPILOGUE: tl.constexpr,
+    GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr,
+    HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr, SELECT: tl.constexpr,
+    G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, FLATTEN: tl.constexpr,
+    HEAD: tl.constexpr, WORLD: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
 ):
     """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
 
     scratch_words: int64, zero: a counter, then one word for each output.
+    EARLY, LATE: what loads the operands of the epilogues while a tile's product is under way, and after it, or None.
     GREEDY_EPILOGUE: None, or a second epilogue of the same product, whose argmax goes to greedy_out, int64 [B].
     WORLD: 0, or the ranks to agree with on the winners (`exchange_triton.py` says on block, channel and capacity).
     shift: id_base % G. Groups start at global multiples of G, so tiles do too, and the first one reaches that far
     before the shard. An argument of its own, because its divisibility is what makes loads of operands wide.
-    HEAD: where the epilogue of a tile stands: at the head of the next round, before the product, or at the tail of its
-    own. Triton lets the layout of whichever comes last spread first, and were that the load of a [B, V] operand, it
-    would take whole tiles through shared memory, and reckon them twice, to suit it. In the flattened loop that has a
-    price: the product of one round must end before the next begins.
+    HEAD: where the epilogue of a tile stands in the flattened loop: at the tail of the tile's last round, or at the
+    head of the next, before the product. Triton lets the layout of whichever comes last spread first, and were that a
+    late load of a [B, V] operand, it would take whole tiles through shared memory, and reckon them twice, to suit it.
+    At the head it does not come last, but then the product of one round must end before the next begins.
     """
     best = (scratch_words + 1).to(tl.pointer_type(tl.uint64), bitcast=True)
     num_b = tl.cdiv(B, BLOCK_B)
@@ -169,6 +171,7 @@ def gemm_sample_kernel(
     v0 = 0
     b0 = 0
     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
+    early = _load_operands(EARLY, operands, operand_strides, b0, v0, 0, 0, BLOCK_B, BLOCK_V)
     # Rows are the inner direction of tiles: the programs that run together share a weight tile in L2.
     if FLATTEN:
         # One loop over tiles and depth, so that the loads of the next tile are under way during an epilogue. (What
@@ -177,19 +180,24 @@ def gemm_sample_kernel(
         rounds = tl.cdiv(num_tiles - pid, num_programs) * steps
         tile = pid - num_programs
         step = steps - 1
+        early_step = tl.minimum(steps - 1, 1)
         for i in range(rounds + 1 if HEAD else rounds):
             if HEAD:
                 if (step == steps - 1) & (i > 0):
                     words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G, BLOCK_B, BLOCK_V,
-                                THREADS, INTERPRET)
+                                early, LATE, EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G,
+                                BLOCK_B, BLOCK_V, THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 tile += num_programs
                 v0 = (tile // num_b) * BLOCK_V - shift
                 b0 = (tile % num_b) * BLOCK_B
+            if EARLY is not None:
+                # Not in the branch above: the weights' loads need that one, and are three rounds ahead.
+                if step == early_step:
+                    early = _load_operands(EARLY, operands, operand_strides, b0, v0, B, V, BLOCK_B, BLOCK_V)
             acc = _multiply(acc, hidden, weight, b0, v0, step * BLOCK_D, B, V, D, stride_hb, stride_hd, stride_wv,
                             stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D,
                             INTERPRET)
@@ -197,20 +205,22 @@ def gemm_sample_kernel(
                 if step == steps - 1:
                     words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                                EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G, BLOCK_B, BLOCK_V,
-                                THREADS, INTERPRET)
+                                early, LATE, EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G,
+                                BLOCK_B, BLOCK_V, THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     else:
         words = read_best(best, 0, 1, 0, 0, BLOCK_B, THREADS)
         for tile in range(pid, num_tiles + num_programs, num_programs):
             if tile > pid:
                 _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
-                            EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G, BLOCK_B, BLOCK_V,
-                                THREADS, INTERPRET)
+                            early, LATE, EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G,
+                            BLOCK_B, BLOCK_V, THREADS, INTERPRET)
             v0 = (tile // num_b) * BLOCK_V - shift
             b0 = (tile % num_b) * BLOCK_B
             acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)  # early: the product hides the wait
+            if EARLY is not None:
+                early = _load_operands(EARLY, operands, operand_strides, b0, v0, B, V, BLOCK_B, BLOCK_V)
             for d in range(0, tl.where(tile < num_tiles, D, 0), BLOCK_D):
                 acc = _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
                                 EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D, INTERPRET)
@@ -293,15 +303,15 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     if out.numel() == 0:
         return out, greedy_out
     device = tiles.device_info(hidden.device)
-    kinds, strides = operand_kinds(operands, num_rows, vocab)
-    full = any(kind.shape == "full" for kind in kinds)
-    tile = config or autotune.pick(case_of(hidden, weight, full))
     shift = id_base % GROUP
+    kinds, strides = operand_kinds(operands, num_rows, vocab, shift)
+    tile = config or autotune.pick(case_of(hidden, weight, kinds))
+    early, late = _loads_of(kinds, tile, device.warp_size)
+    kinds = tuple(kind._replace(by_four=kind.by_four and n in early) for n, kind in enumerate(kinds))
     hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
     weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
-    # Below 64 rows products are synchronous and waiting for them is no price; above, better two loops than the wait.
-    head = full or tile.block_b < 64
-    flatten = tile.flatten and depth > 0 and not (full and tile.block_b > 64)
+    head = any(kinds[n].shape == "full" for n in late)
+    flatten = tile.flatten and depth > 0 and not (head and tile.block_b > 64)
     num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
     grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
     words = scratch.take(hidden.device, 1 + out.numel() + num_rows * (greedy_program is not None))
@@ -314,8 +324,9 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
         gemm_sample_kernel[grid](
             hidden_arg, weight_arg, seed, out, greedy_out, words, *channel, tuple(operands), strides,
             num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
-            EVEN_D=depth % tile.block_d == 0, EPILOGUE=emit(Program.parse(program), kinds),
-            GREEDY_EPILOGUE=None if greedy_program is None else emit(Program.parse(greedy_program), kinds),
+            EVEN_D=depth % tile.block_d == 0, EARLY=emit_loads(kinds, early), LATE=emit_loads(kinds, late),
+            EPILOGUE=emit(Program.parse(program), kinds, early),
+            GREEDY_EPILOGUE=None if greedy_program is None else emit(Program.parse(greedy_program), kinds, early),
             GREEDY=seed is None, MANY_DRAWS=num_draws > 1, ROW_SEEDS=seed is not None and seed.dim() == 1,
             HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype),
             SELECT=device.arch in ("sm_90", "cpu"), G=GROUP,
@@ -333,11 +344,31 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     return out, greedy_out
 
 
-def case_of(hidden: Tensor, weight: Tensor, full: bool) -> tiles.Case:
-    """What the tile for a product is chosen by. full: whether the epilogue reads an operand of [B, V]."""
+def case_of(hidden: Tensor, weight: Tensor, kinds: tuple[Kind, ...]) -> tiles.Case:
+    """What the tile for a product is chosen by. kinds: of the epilogue's operands, as from `operand_kinds`."""
     arch = tiles.device_info(hidden.device).arch
     tf32 = hidden.dtype == torch.float32 and _precision(hidden.dtype) == "tf32"
-    return tiles.Case(arch, hidden.dtype, hidden.shape[0], *weight.shape, full, tf32)
+    late = any(kind.shape == "full" and not kind.by_four for kind in kinds)
+    return tiles.Case(arch, hidden.dtype, hidden.shape[0], *weight.shape, late, tf32)
+
+
+def _loads_of(kinds, tile, warp_size):
+    """The numbers of the operands to load while the product is under way, and of those to load after it.
+
+    Early, nothing waits for them, but they take registers from the product, which has few left on tiles that do not go
+    on loading during an epilogue: these are the largest.
+    """
+    early, left, threads = [], 40, tile.num_warps * warp_size
+    for n, kind in enumerate(kinds):
+        registers = 1
+        if kind.shape == "full":
+            registers = tile.block_b * tile.block_v // threads // (4 if kind.by_four else 1) if tile.flatten else 64
+        elif kind.shape == "token" and tile.block_v < threads:  # Triton loads so few in the layout of the product
+            registers = 64
+        if registers <= left:
+            early.append(n)
+            left -= registers
+    return tuple(early), tuple(n for n in range(len(kinds)) if n not in early)
 
 
 def _operand(x, tile, device, block_rows, shift):

@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language import target_info
 from triton.language.extra import libdevice
 
 __all__ = [
     "exp",
+    "four_bytes",
     "log1p",
     "maximum",
     "minimum",
@@ -50,7 +52,7 @@ def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
     # are the kernel's bottleneck.
     LIMIT: tl.constexpr = 9.02 / IN  # where the tanh of an f32 rounds to one
     S: tl.constexpr = IN * IN
-    x = maximum(minimum(x, LIMIT), -LIMIT)
+    x = _clamp(x, LIMIT)
     z = x * x
     p = 2.1643002057203375e-08 * OUT * IN * S * S * S * S * z + 3.3447795431129634e-05 * OUT * IN * S * S * S
     p = p * z + 0.005677783861756325 * OUT * IN * S * S
@@ -61,6 +63,27 @@ def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
     q = q * z + 0.7590866088867188 * S
     q = q * z + 1.625
     return _quotient(x * p, q)
+
+
+@triton.jit
+def _clamp(x, LIMIT: tl.constexpr):
+    """x between -LIMIT and LIMIT."""
+    if target_info.cuda_capability_geq(8, 6):  # one instruction: the smaller size, and the sign of x
+        limit = tl.full(x.shape, LIMIT, tl.float32)
+        return tl.inline_asm_elementwise(
+            "min.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # the compiler reads on after a return
+        return maximum(minimum(x, LIMIT), -LIMIT)
+
+
+@triton.jit
+def four_bytes(words):
+    """words [BB, BV / 4] of four bytes each -> [BB, BV], each byte somewhere in a word that is zero elsewhere."""
+    BB: tl.constexpr = words.shape[0]
+    BV: tl.constexpr = words.shape[1] * 4
+    byte = 0xFF << (tl.arange(0, BV) % 4 * 8)
+    return tl.broadcast_to(words[:, :, None], (BB, BV // 4, 4)).reshape(BB, BV) & byte[None, :]
 
 
 @triton.jit

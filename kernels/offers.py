@@ -12,7 +12,9 @@ import triton.language as tl
 
 from .rng_triton import group_words, gumbel, uniform
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
+_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _INF = tl.constexpr(float("inf"))
 
 # One parameter a line would bury the code.
@@ -37,14 +39,33 @@ def _sides(x, high):
     return tl.sum(tl.where(high, zero, x), 2), tl.sum(tl.where(high, x, zero), 2)
 
 
+@triton.constexpr_function
+def _levels(group):
+    """How many bits a position inside a group has above bit 2."""
+    return group.bit_length() - 4
+
+
 @triton.jit
-def group_mass(p, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+def _group_mass(p, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
     """The total [BB, NG] of p [BB, NG, G], added up in the tournament's order."""
+    LEVELS: tl.constexpr = _levels(G)
     for level in tl.static_range(LEVELS):
         s0, s1 = _halves(p, BB, NG, G >> level)
         p = s0 + s1
     s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
     return tl.sum(tl.sum((s0 + s1).reshape(BB, NG, 2, 2), 2), 2)
+
+
+@triton.jit
+def group_scores(logits, NG: tl.constexpr, G: tl.constexpr):
+    """What `offer_draw` wants of logits [BB, NG * G]: p [BB, NG, G], top and mass [BB, NG]."""
+    BB: tl.constexpr = logits.shape[0]
+    x = logits.reshape(BB, NG, G)
+    top = tl.max(x, 2) * _LOG2_E
+    # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
+    top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
+    p = tl.exp2(x * _LOG2_E - top[:, :, None])
+    return p, top, _group_mass(p, BB, NG, G)
 
 
 @triton.jit
@@ -58,8 +79,9 @@ def _merge(s0, s1, i0, i1, u, BIT: tl.constexpr):
 
 
 @triton.jit
-def _tournament(p, words, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+def _tournament(p, words, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
     """The winner's position [BB, NG] inside each group, drawn with probability p / sum p; p is [BB, NG, G]."""
+    LEVELS: tl.constexpr = _levels(G)
     i = tl.zeros((BB, NG, G), tl.int32)
     for level in tl.static_range(LEVELS):
         s0, s1 = _halves(p, BB, NG, G >> level)
@@ -189,7 +211,7 @@ def _best_words(seed, first_id, rows, draw, key, BB: tl.constexpr, NG: tl.conste
 
 @triton.jit
 def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, seed, draw, id_base,
-                SELECT: tl.constexpr, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr):
+                SELECT: tl.constexpr, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
     """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
 
     p [BB, NG, G] = exp2(logits * log2(e) - top), mass its sums; top and mass are [BB, NG].
@@ -205,7 +227,7 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
     row_key = tl.max(key, 1)
     wins = (row_key >= best_key) & row_mask
     if _any(wins):
-        # p1 is also a value of its own for this branch: the tournament adds what `group_mass` has added, and the
+        # p1 is also a value of its own for this branch: the tournament adds what `_group_mass` has added, and the
         # compiler would keep all those sums in registers from there to here.
         if SELECT and NG > 1:
             NG1: tl.constexpr = 1
@@ -233,6 +255,6 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
             words = _best_words(seed, first_id, rows, draw, key, BB, NG)
         else:
             words = group_words(seed, first_id, rows, draw)
-        position = tl.where(special, forced, _tournament(p1, words, BB, NG1, G, LEVELS))
+        position = tl.where(special, forced, _tournament(p1, words, BB, NG1, G))
         word = tl.max(_word(key1, tl.maximum(id1 + position, id_base)), 1)
         tl.atomic_max(best + slots, word, mask=wins, sem="relaxed", scope="gpu")

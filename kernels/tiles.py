@@ -36,7 +36,8 @@ class Tile:
 class Case(NamedTuple):
     """What a tile is chosen by: a product of [batch, hidden] with [vocab, hidden] on `arch` (as in DeviceInfo).
 
-    full: whether the epilogue reads an operand of [batch, vocab]. tf32: whether float32 products may use it.
+    late: whether the epilogue reads an operand of [batch, vocab] that is not booleans by fours.
+    tf32: whether float32 products may use it.
     """
 
     arch: str
@@ -44,7 +45,7 @@ class Case(NamedTuple):
     batch: int
     vocab: int
     hidden: int
-    full: bool = False
+    late: bool = False
     tf32: bool = False
 
 
@@ -71,23 +72,20 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 
 # The last row whose batch limit is not exceeded wins. sm_90, 16-bit: measured on an H200.
+# Up to 64 rows two programs share a multiprocessor, and the loads of one fill the other's epilogue. Above, tiles are
+# too large for that, and above 128 rows too large for a loop that goes on loading during an epilogue.
 _HOPPER_16 = {
-    16: Tile(16, 128, 128, num_warps=4, num_stages=4),
-    32: Tile(32, 128, 128, num_warps=4, num_stages=4),
-    64: Tile(64, 128, 128, num_warps=4, num_stages=4),
-    128: Tile(128, 128, 64, num_warps=8, num_stages=6),
-    None: Tile(128, 256, 64, num_warps=8, num_stages=4, flatten=False),
-}
-# Long products hide what the wide tile's epilogue costs, and read the hidden states half as often.
-_HOPPER_16_LONG = _HOPPER_16 | {128: _HOPPER_16[None]}
-# With a [B, V] operand the epilogue outlasts the loads that are under way. At 16 rows a second program fills the gap,
-# at 32 a fifth stage; beyond 64 fewer and larger tiles do, and past 128 three stages are a little faster than four.
-_HOPPER_16_FULL = _HOPPER_16 | {
     16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
-    32: Tile(32, 128, 128, num_warps=4, num_stages=5),
-    128: _HOPPER_16[None],
-    None: replace(_HOPPER_16[None], num_stages=3),
+    32: Tile(32, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
+    64: Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
+    128: Tile(128, 128, 64, num_warps=8, num_stages=6),
+    None: Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
 }
+# At 64 rows the two programs' more numerous steps cost more than an epilogue does if there is one every 16 steps.
+_HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=4)}
+# Long products hide what the wide tile's epilogue costs, and read the hidden states half as often. Operands that can
+# only be read after the product keep it too.
+_HOPPER_16_LONG = _HOPPER_16 | {128: _HOPPER_16[None]}
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {
     16: Tile(16, 128, 64, num_warps=4, num_stages=4, flatten=False, use_tma=False),
@@ -109,14 +107,10 @@ _SINGLE_TF32 = {
 # What else max_autotune tries.
 _MORE_16 = {
     16: (Tile(16, 128, 128, num_warps=4, num_stages=5), Tile(16, 256, 64, num_warps=4, num_stages=5)),
-    32: (Tile(32, 128, 64, num_warps=4, num_stages=5, programs_per_sm=2),),
-    64: (
-        Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
-        Tile(64, 128, 64, num_warps=4, num_stages=8),
-        Tile(64, 256, 64, num_warps=8, num_stages=4),
-    ),
+    32: (Tile(32, 128, 128, num_warps=4, num_stages=5), Tile(32, 128, 64, num_warps=4, num_stages=5)),
+    64: (Tile(64, 128, 64, num_warps=4, num_stages=8), Tile(64, 256, 64, num_warps=8, num_stages=4)),
     128: (Tile(128, 128, 64, num_warps=8, num_stages=5), Tile(128, 256, 64, num_warps=8, num_stages=4)),
-    None: (Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),),
+    None: (Tile(128, 256, 64, num_warps=8, num_stages=4, flatten=False),),
 }
 # The interpreter pays per program and per operation, not per lane.
 _INTERPRETER = {16: Tile(16, 512, 256, 4, 1), None: Tile(64, 512, 256, 4, 1)}
@@ -131,7 +125,7 @@ def candidates(case: Case) -> list[Tile]:
     """Tiles worth measuring for `case`, the table's first."""
     found = [pick(case)]
     if case.arch != "cpu" and case.dtype != torch.float32:
-        tables = (_HOPPER_16, _HOPPER_16_LONG, _HOPPER_16_FULL)
+        tables = (_HOPPER_16, _HOPPER_16_SHORT, _HOPPER_16_LONG)
         others = [_of(table, case.batch) for table in (tables if case.arch.startswith("sm_") else ())]
         others += [_of(_POINTER_16, case.batch), *_of(_MORE_16, case.batch)]
         found += [_fit(tile, case) for tile in others]
@@ -150,9 +144,9 @@ def _table(case: Case) -> dict[int | None, Tile]:
         return _SINGLE_TF32 if case.tf32 and case.arch == "sm_90" else _SINGLE
     if case.arch not in ("sm_90", "sm_100", "sm_103"):
         return _POINTER_16
-    if case.full:
-        return _HOPPER_16_FULL
-    return _HOPPER_16 if case.hidden <= 5120 else _HOPPER_16_LONG
+    if case.late or case.hidden > 5120:
+        return _HOPPER_16_LONG
+    return _HOPPER_16 if case.hidden > 2048 else _HOPPER_16_SHORT
 
 
 def _of(table, batch: int):

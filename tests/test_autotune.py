@@ -46,7 +46,7 @@ def test_the_fastest_is_chosen_and_shared_by_batches_of_one_bucket(measured):
     assert autotune.tune(CASE, launch) == FAST
     assert measured == [SLOW, BROKEN, FAST]
     assert autotune.pick(CASE) == autotune.pick(CASE._replace(batch=16)) == FAST
-    for other in ({"batch": 17}, {"vocab": 161}, {"hidden": 17}, {"full": True}, {"dtype": torch.float16}):
+    for other in ({"batch": 17}, {"vocab": 161}, {"hidden": 17}, {"late": True}, {"dtype": torch.float16}):
         assert autotune.pick(CASE._replace(**other)) not in (SLOW, FAST)
 
 
@@ -85,7 +85,7 @@ def test_the_calls_of_a_graph_are_tuned_where_torch_is_told_to(measured, monkeyp
     assert_fused(rewritten, 1)
     assert measured == ([SLOW, FAST] if flag else [])
     if flag:
-        assert autotune.pick(CASE._replace(full=True)) == FAST
+        assert autotune.pick(CASE) == FAST
 
 
 def test_every_bucket_has_a_tile_of_its_own():

@@ -20,6 +20,7 @@ from fs_inductor.kernels.epilogue import (
     ProgramError,
     Ref,
     emit,
+    emit_loads,
     operand_kinds,
 )
 
@@ -36,26 +37,54 @@ ROUNDING = {"sqrt": 2, "exp": 4, "log": 4, "log1p": 6, "rsqrt": 4, "tanh": 12, "
 
 
 @triton.jit
-def tile_kernel(acc, out, operands, strides, B, V, BB: tl.constexpr, BV: tl.constexpr, EPILOGUE: tl.constexpr):
+def load_operands(LOADS: tl.constexpr, operands, strides, B, V, BB: tl.constexpr, BV: tl.constexpr):
+    if LOADS is None:
+        return ()
+    else:
+        return LOADS(operands, strides, 0, 0, B, V, BB, BV)
+
+
+@triton.jit
+def tile_kernel(
+    acc,
+    out,
+    operands,
+    strides,
+    B,
+    V,
+    BB: tl.constexpr,
+    BV: tl.constexpr,
+    EARLY: tl.constexpr,
+    LATE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
     rows = tl.arange(0, BB)
     cols = tl.arange(0, BV)
-    row_mask = rows < B
-    col_mask = cols < V
-    mask = row_mask[:, None] & col_mask[None, :]
+    mask = (rows < B)[:, None] & (cols < V)[None, :]
     place = rows[:, None] * V + cols[None, :]
     value = tl.load(acc + place, mask=mask, other=0.0)
-    value = EPILOGUE(value, rows, cols, row_mask, col_mask, operands, strides)
+    early = load_operands(EARLY, operands, strides, B, V, BB, BV)
+    value = EPILOGUE(value, early, load_operands(LATE, operands, strides, B, V, BB, BV))
     tl.store(out + place, value, mask=mask)
 
 
-def run_triton(program: Program, acc, operands):
+def run_triton(program: Program, acc, operands, by_four=None):
+    """What the emitted function makes of acc, the same whether operands are loaded early or late."""
     batch, vocab = acc.shape
-    kinds, strides = operand_kinds(operands, batch, vocab)
     acc, operands = acc.to(DEVICE), [operand.to(DEVICE) for operand in operands]
-    out = torch.empty_like(acc)
+    kinds, strides = operand_kinds(operands, batch, vocab)
+    assert by_four in (None, any(kind.by_four for kind in kinds))
     block = (triton.next_power_of_2(batch), triton.next_power_of_2(vocab))
-    tile_kernel[(1,)](acc, out, tuple(operands), strides, batch, vocab, *block, emit(program, kinds))
-    return out.cpu()
+    every = tuple(range(len(operands)))
+    results = []
+    for early, late in ((every, ()), (every[::2], every[1::2]), ((), every))[: 3 if every else 1]:
+        out = torch.empty_like(acc)
+        functions = (emit_loads(kinds, early), emit_loads(kinds, late), emit(program, kinds, early))
+        tile_kernel[(1,)](acc, out, tuple(operands), strides, batch, vocab, *block, *functions)
+        results.append(out.cpu())
+    for other in results[1:]:
+        assert torch.equal(results[0].nan_to_num(), other.nan_to_num())
+    return results[0]
 
 
 def close(got, expected, units=0):
@@ -395,19 +424,43 @@ def test_nothing_is_loaded_behind_the_masks():
         strides,
         batch,
         vocab,
+        emit_loads(kinds, (0, 1, 2)),
         emit(program, kinds),
     )
     assert not out.isnan().any()
 
 
 @triton.jit
-def whole_tile_kernel(acc, out, operands, strides, B, V, EPILOGUE: tl.constexpr):
+def whole_tile_kernel(acc, out, operands, strides, B, V, LOADS: tl.constexpr, EPILOGUE: tl.constexpr):
     rows = tl.arange(0, 4)
     cols = tl.arange(0, 64)
     place = rows[:, None] * 64 + cols[None, :]
     value = tl.load(acc + place)
-    value = EPILOGUE(value, rows, cols, rows < B, cols < V, operands, strides)
+    value = EPILOGUE(value, (), LOADS(operands, strides, 0, 0, B, V, 4, 64))
     tl.store(out + place, value)
+
+
+@pytest.mark.parametrize("vocab", [52, 64])
+def test_booleans_are_read_four_at_a_time(vocab):
+    """Any byte but zero is true, as in eager; and a mask may begin anywhere in its tensor's rows."""
+    acc = tile(vocab=vocab)
+    whole = torch.randint(0, 3, (3, 128), dtype=torch.uint8).view(torch.bool)
+    mask = whole[:, 4 : 4 + vocab]
+    program = Program.parse("x0 = where(a0, -inf, acc); x1 = logical_not(a0); x2 = where(x1, x0, 1.5)")
+    expected = torch.where(mask.view(torch.uint8) != 0, 1.5, acc)
+    assert torch.equal(run_triton(program, acc, [mask], by_four=True), expected)
+
+
+@pytest.mark.parametrize("unaligned", ["column", "stride", "vocab", "transposed"])
+def test_booleans_that_four_at_a_time_would_misread(unaligned):
+    whole = torch.rand(8, 131) < 0.5 if unaligned == "stride" else torch.rand(8, 128) < 0.5
+    vocab = 50 if unaligned == "vocab" else 52
+    mask = whole[:3, 3 : 3 + vocab] if unaligned == "column" else whole[:3, :vocab]
+    if unaligned == "transposed":
+        mask = (torch.rand(52, 4) < 0.5).t()[:3]
+    acc = tile(vocab=vocab)
+    program = Program.parse("x0 = where(a0, -inf, acc)")
+    assert torch.equal(run_triton(program, acc, [mask], by_four=False), torch.where(mask, -math.inf, acc))
 
 
 @pytest.mark.parametrize("literal", ["1e-40", "1e+300", "-1e+300", "nan", "-inf", "7", "-0.0", "0.1"])
@@ -487,29 +540,30 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import torch
 sys.path.insert(0, sys.argv[1])
-from fs_inductor.kernels.epilogue import OPS, Kind, Program, emit
+from fs_inductor.kernels.epilogue import OPS, Kind, Program, emit, emit_loads
 
 SHAPES = ("scalar", "row", "token", "full")
 
 @triton.jit
-def kernel(acc, out, operands, strides, B, V, BB: tl.constexpr, BV: tl.constexpr, E: tl.constexpr):
-    rows = tl.arange(0, BB)
-    cols = tl.arange(0, BV)
-    place = rows[:, None] * BV + cols[None, :]
-    value = E(tl.load(acc + place), rows, cols, rows < B, cols < V, operands, strides)
+def kernel(acc, out, operands, strides, B, V, BB: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, E: tl.constexpr):
+    place = tl.arange(0, BB)[:, None] * BV + tl.arange(0, BV)[None, :]
+    if L is None:
+        value = E(tl.load(acc + place), (), ())
+    else:
+        value = E(tl.load(acc + place), (), L(operands, strides, 0, 0, B, V, BB, BV))
     tl.store(out + place, value)
 
 def ptx(text, operands):
     dtypes = {"f": ("*fp32", torch.float32), "b": ("*i1", torch.bool)}
     kinds = tuple(Kind(shape, dtypes[dtype][1]) for shape, dtype in operands)
-    function = emit(Program.parse(text), kinds)
+    function, loads = emit(Program.parse(text), kinds), emit_loads(kinds, tuple(range(len(kinds))))
     assert function.cache_key == triton.jit(function.fn).cache_key
     signature = {"acc": "*fp32", "out": "*fp32",
                  "operands": tuple(dtypes[dtype][0] for _, dtype in operands),
                  "strides": tuple(("i64", "i64") for _ in operands), "B": "i32", "V": "i32",
-                 "BB": "constexpr", "BV": "constexpr", "E": "constexpr"}
+                 "BB": "constexpr", "BV": "constexpr", "L": "constexpr", "E": "constexpr"}
     aligned = {(n,): [["tt.divisibility", 16]] for n in (0, 1)}
-    source = ASTSource(kernel, signature, {(6,): 16, (7,): 128, (8,): function}, aligned)
+    source = ASTSource(kernel, signature, {(6,): 16, (7,): 128, (8,): loads, (9,): function}, aligned)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"].split(".section")[0]
 

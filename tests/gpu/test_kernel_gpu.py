@@ -45,6 +45,39 @@ def test_tokens_are_the_references(batch, dtype):
     assert torch.equal(greedy, reference.argmax(hidden, weight, [], ROUND[dtype], id_base))
 
 
+@pytest.mark.parametrize("batch", [7, 32, 64, 100, 300])
+@pytest.mark.parametrize("depth", [136, 4096])
+def test_a_draw_and_a_greedy_token_by_different_programs(batch, depth):
+    hidden, weight = exact_inputs(batch, 2500, depth, torch.bfloat16, "cuda")
+    operands = usual_operands(batch, 2500)
+    program, greedy_program = "x0 = where(a2, -inf, acc); x1 = div(x0, a0)", "x0 = neg(acc); x1 = add(x0, a1)"
+    drawn, greedy = gemm_sample.sample_and_argmax(hidden, weight, seed_tensor(), operands, program, greedy_program)
+    check_same_tokens(drawn, hidden, weight, seed_tensor(), operands, program, allow=1)
+    assert torch.equal(greedy, reference.argmax(hidden, weight, operands, greedy_program))
+
+
+@pytest.mark.parametrize("batch", [7, 32, 64, 100, 300])
+@pytest.mark.parametrize("kind", ["mask", "odd mask", "transposed mask", "two masks", "f32", "bf16"])
+@pytest.mark.parametrize("id_base", [0, 40, 37])
+def test_operands_of_every_logit(batch, kind, id_base):
+    """Masks by fours and one by one, numbers: each is read early or late, as there are registers for it."""
+    vocab = 2501 if kind == "odd mask" else 2500
+    hidden, weight = exact_inputs(batch, vocab, 264, torch.bfloat16, "cuda")
+    masks = [torch.rand(batch, vocab, device="cuda") < 0.3 for _ in range(2)]
+    program, operands = "x0 = where(a0, -inf, acc)", masks[:1]
+    if kind == "transposed mask":
+        operands = [masks[0].t().contiguous().t()]
+    elif kind == "two masks":
+        program, operands = "x0 = logical_or(a0, a1); x1 = where(x0, -2.5, acc)", masks
+    elif "mask" not in kind:
+        dtype = torch.float32 if kind == "f32" else torch.bfloat16
+        program, operands = "x0 = add(acc, a0)", [torch.randn(batch, vocab, device="cuda").to(dtype)]
+    got = gemm_sample.sample(hidden, weight, seed_tensor(), operands, program, 1, id_base)
+    check_same_tokens(got, hidden, weight, seed_tensor(), operands, program, 1, id_base, allow=1)
+    greedy = gemm_sample.argmax(hidden, weight, operands, program, id_base)
+    assert torch.equal(greedy, reference.argmax(hidden, weight, operands, program, id_base))
+
+
 @pytest.mark.parametrize("layout", ["transposed", "odd vocabulary", "unaligned", "every other column", "wide rows"])
 @pytest.mark.parametrize("id_base", [0, 8, 37])
 def test_layouts(layout, id_base):
