@@ -103,6 +103,10 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int]) -> st
             place = f"early[{early.index(n)}]" if n in early else f"late[{late.index(n)}]"
             terms[f"a{n}"] = Term(f"a{n}", frozenset(_AXES[kind.shape].split()))
             # An operand changes layout where it becomes a value, and takes registers from there on: not before its use.
+            # Fours take few, and the change is hidden behind what comes before their use.
+            if kind.by_four:
+                lines.append(f"    b{n} = four_bytes({place})")
+                place = f"b{n}"
             unread[f"a{n}"] = f"    a{n} = {_value(place, use, kind)}"
             if kind == Kind("full", torch.bool):
                 masks[f"a{n}"] = place
@@ -132,8 +136,6 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int]) -> st
 
 
 def _value(place: str, use: str, kind: Kind) -> str:
-    if kind.by_four:
-        place = f"four_bytes({place})"
     convert = "({} != 0)" if use == "b" else "{}.to(tl.float32)"
     return _WIDEN[kind.shape].format(convert.format(place), "tl.int1" if use == "b" else "tl.float32")
 
