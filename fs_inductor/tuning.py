@@ -42,7 +42,7 @@ def tune_calls(graph: Graph) -> None:
 
 def _tune(node: Node, operands_at: int, program_at: int) -> None:
     from .kernels import autotune, gemm_sample
-    from .kernels.epilogue import operand_kinds
+    from .kernels.epilogue import Program, operand_kinds
 
     hidden, weight = _like(node.args[0]), _like(node.args[1])
     if weight.shape[0] == 0 or hidden.shape[0] == 0:
@@ -51,7 +51,9 @@ def _tune(node: Node, operands_at: int, program_at: int) -> None:
     operands = [_like(operand)[..., : weight.shape[0]] for operand in node.args[operands_at]]
     program = node.args[program_at]
     kinds, _ = operand_kinds(operands, hidden.shape[0], weight.shape[0])
-    case = gemm_sample.case_of(hidden, weight, kinds)
+    programs = [Program.parse(text) for text in node.args[program_at : program_at + 2] if isinstance(text, str)]
+    used = [kind for n, kind in enumerate(kinds) if any(one.uses(n) for one in programs)]
+    case = gemm_sample.case_of(hidden, weight, used)
     if operands_at == 2:
         autotune.tune(case, lambda tile: gemm_sample.argmax(hidden, weight, operands, program, config=tile))
         return

@@ -114,6 +114,10 @@ class Program:
                     )
         return tuple(uses.get(n) for n in range(max(uses, default=-1) + 1))
 
+    def uses(self, n: int) -> bool:
+        """Whether some instruction reads operand `n`."""
+        return n < self.num_operands and self.operand_types[n] is not None
+
     @property
     def num_operands(self) -> int:
         """One more than the highest operand number used."""
@@ -215,7 +219,7 @@ def _parse(word: str, n: int, statement: str) -> Arg:
         return word == "true"
     if word in DTYPES:
         return word
-    if _NUMBER.fullmatch(word):
+    if _NUMBER.fullmatch(word) and len(word) < 300:  # with more digits an integer may be too large for a float
         return int(word) if re.fullmatch("-?[0-9]+", word) else float(word)
     raise ProgramError(
         f"statement {n}, {statement!r}: {word!r} is not an argument; "
@@ -273,20 +277,22 @@ def operand_kinds(
     return tuple(kinds), tuple(strides)
 
 
-def emit(program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...] = ()) -> triton.JITFunction:
+def emit(
+    program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...], late: tuple[int, ...]
+) -> triton.JITFunction:
     """A Triton function that computes the program on a tile:
 
         epilogue(acc, early, late) -> f32 [BB, BV]
 
-    acc: f32 [BB, BV]. early, late: what the functions of `emit_loads` have loaded for the operands numbered in `early`,
-    and for all others.
+    acc: f32 [BB, BV]. early, late: what the functions of `emit_loads` have loaded for the operands of these numbers,
+    among which are all that the program uses.
 
     Equal arguments always give the same source, hence the same key in Triton's cache.
     Raises ProgramError if the kinds do not fit the program.
     """
     from . import epilogue_triton  # here, because the torch path must work without Triton
 
-    return epilogue_triton.emit(program, kinds, early)
+    return epilogue_triton.emit(program, kinds, early, late)
 
 
 def emit_loads(kinds: tuple[Kind, ...], which: tuple[int, ...]) -> triton.JITFunction | None:

@@ -48,10 +48,12 @@ _WIDEN = {
 
 
 @lru_cache(maxsize=1024)
-def emit(program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...]) -> triton.JITFunction:
+def emit(
+    program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...], late: tuple[int, ...]
+) -> triton.JITFunction:
     """See `epilogue.emit`."""
     program.check_operands([kind.dtype for kind in kinds])
-    return _function(_source(program, kinds, early))
+    return _function(_source(program, kinds, early, late))
 
 
 @lru_cache(maxsize=1024)
@@ -90,14 +92,13 @@ def _function(source: str) -> triton.JITFunction:
     return triton.jit(namespace[name])
 
 
-def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int]) -> str:
+def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late: Sequence[int]) -> str:
     """The epilogue's source but for its name."""
     lines = ["(acc, early, late):"]
     if program.instructions:
         lines.append(f'    """{program}"""')
     terms = {"acc": Term("acc", frozenset({"row", "token"}))}
     unread, masks = {}, {}
-    late = [n for n in range(len(kinds)) if n not in early]
     for n, (use, kind) in enumerate(zip(program.operand_types, kinds, strict=False)):
         if use is not None:
             place = f"early[{early.index(n)}]" if n in early else f"late[{late.index(n)}]"

@@ -305,8 +305,10 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     device = tiles.device_info(hidden.device)
     shift = id_base % GROUP
     kinds, strides = operand_kinds(operands, num_rows, vocab, shift)
-    tile = config or autotune.pick(case_of(hidden, weight, kinds))
-    early, late = _loads_of(kinds, tile, device.warp_size)
+    programs = [Program.parse(text) for text in (program, greedy_program) if text is not None]
+    used = [n for n in range(len(kinds)) if any(one.uses(n) for one in programs)]
+    tile = config or autotune.pick(case_of(hidden, weight, [kinds[n] for n in used]))
+    early, late = _loads_of(kinds, used, tile, device.warp_size)
     kinds = tuple(kind._replace(by_four=kind.by_four and n in early) for n, kind in enumerate(kinds))
     hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
     weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
@@ -325,8 +327,8 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
             hidden_arg, weight_arg, seed, out, greedy_out, words, *channel, tuple(operands), strides,
             num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
             EVEN_D=depth % tile.block_d == 0, EARLY=emit_loads(kinds, early), LATE=emit_loads(kinds, late),
-            EPILOGUE=emit(Program.parse(program), kinds, early),
-            GREEDY_EPILOGUE=None if greedy_program is None else emit(Program.parse(greedy_program), kinds, early),
+            EPILOGUE=emit(programs[0], kinds, early, late),
+            GREEDY_EPILOGUE=emit(programs[1], kinds, early, late) if programs[1:] else None,
             GREEDY=seed is None, MANY_DRAWS=num_draws > 1, ROW_SEEDS=seed is not None and seed.dim() == 1,
             HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype),
             SELECT=device.arch in ("sm_90", "cpu"), G=GROUP,
@@ -344,23 +346,23 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     return out, greedy_out
 
 
-def case_of(hidden: Tensor, weight: Tensor, kinds: tuple[Kind, ...]) -> tiles.Case:
-    """What the tile for a product is chosen by. kinds: of the epilogue's operands, as from `operand_kinds`."""
+def case_of(hidden: Tensor, weight: Tensor, kinds: list[Kind]) -> tiles.Case:
+    """What the tile for a product is chosen by. kinds: as from `operand_kinds`, of the operands that are used."""
     arch = tiles.device_info(hidden.device).arch
     tf32 = hidden.dtype == torch.float32 and _precision(hidden.dtype) == "tf32"
     late = any(kind.shape == "full" and not kind.by_four for kind in kinds)
     return tiles.Case(arch, hidden.dtype, hidden.shape[0], *weight.shape, late, tf32)
 
 
-def _loads_of(kinds, tile, warp_size):
-    """The numbers of the operands to load while the product is under way, and of those to load after it.
+def _loads_of(kinds, used, tile, warp_size):
+    """The numbers of the used operands to load while the product is under way, and of those to load after it.
 
     Early, nothing waits for them, but they take registers from the product, which has few left on tiles that do not go
     on loading during an epilogue: these are the largest.
     """
     early, left, threads = [], 40, tile.num_warps * warp_size
-    for n, kind in enumerate(kinds):
-        registers = 1
+    for n in used:
+        kind, registers = kinds[n], 1
         if kind.shape == "full":
             registers = tile.block_b * tile.block_v // threads // (4 if kind.by_four else 1) if tile.flatten else 64
         elif kind.shape == "token" and tile.block_v < threads:  # Triton loads so few in the layout of the product
@@ -368,7 +370,7 @@ def _loads_of(kinds, tile, warp_size):
         if registers <= left:
             early.append(n)
             left -= registers
-    return tuple(early), tuple(n for n in range(len(kinds)) if n not in early)
+    return tuple(early), tuple(n for n in used if n not in early)
 
 
 def _operand(x, tile, device, block_rows, shift):

@@ -79,7 +79,7 @@ def _clamp(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def four_bytes(words):
-    """words [BB, BV / 4] of four bytes each -> [BB, BV], each byte somewhere in a word that is zero elsewhere."""
+    """The bytes of words [BB, BV / 4], int32 [BB, BV]: each where it stands in its word, zeros around it."""
     BB: tl.constexpr = words.shape[0]
     BV: tl.constexpr = words.shape[1] * 4
     byte = 0xFF << (tl.arange(0, BV) % 4 * 8)

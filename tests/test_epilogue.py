@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fs_inductor.kernels import gemm_sample
 from fs_inductor.kernels.epilogue import (
     OPS,
     Instruction,
@@ -79,7 +80,7 @@ def run_triton(program: Program, acc, operands, by_four=None):
     results = []
     for early, late in ((every, ()), (every[::2], every[1::2]), ((), every))[: 3 if every else 1]:
         out = torch.empty_like(acc)
-        functions = (emit_loads(kinds, early), emit_loads(kinds, late), emit(program, kinds, early))
+        functions = (emit_loads(kinds, early), emit_loads(kinds, late), emit(program, kinds, early, late))
         tile_kernel[(1,)](acc, out, tuple(operands), strides, batch, vocab, *block, *functions)
         results.append(out.cpu())
     for other in results[1:]:
@@ -189,6 +190,7 @@ def test_programs_are_values():
         ("x0 = add(acc, a1024)", "a1024 is too high: operands end at a1023"),
         ("x0 = add(acc, a999999999)", "a999999999 is too high"),
         ("x0 = add(acc, a" + "9" * 5000 + ")", "is not an argument"),
+        ("x0 = tanh(acc); x1 = mul(x0, 1" + "0" * 320 + ")", "is not an argument"),
     ],
 )
 def test_errors_name_the_statement(text, message):
@@ -259,7 +261,7 @@ def test_operands_must_fit(text, operands, message):
     with pytest.raises(ProgramError, match=message):
         program.run(tile(), operands)
     with pytest.raises(ProgramError, match=message):
-        emit(program, operand_kinds(operands, 3, 50)[0])
+        emit(program, operand_kinds(operands, 3, 50)[0], (), (0,))
 
 
 # --- Kinds -----------------------------------------------------------------------------------------
@@ -425,7 +427,7 @@ def test_nothing_is_loaded_behind_the_masks():
         batch,
         vocab,
         emit_loads(kinds, (0, 1, 2)),
-        emit(program, kinds),
+        emit(program, kinds, (), (0, 1, 2)),
     )
     assert not out.isnan().any()
 
@@ -449,6 +451,13 @@ def test_booleans_are_read_four_at_a_time(vocab):
     program = Program.parse("x0 = where(a0, -inf, acc); x1 = logical_not(a0); x2 = where(x1, x0, 1.5)")
     expected = torch.where(mask.view(torch.uint8) != 0, 1.5, acc)
     assert torch.equal(run_triton(program, acc, [mask], by_four=True), expected)
+
+
+def test_an_operand_that_no_program_uses_is_not_loaded():
+    hidden, weight = torch.randn(2, 16), torch.randn(64, 16)
+    unused = torch.ones(64).to(torch.float8_e4m3fn)  # which the interpreter cannot load
+    token = gemm_sample.argmax(hidden, weight, [torch.zeros(64), unused], "x0 = add(acc, a0)")
+    assert torch.equal(token, (hidden @ weight.t()).argmax(1))
 
 
 @pytest.mark.parametrize("unaligned", ["column", "stride", "vocab", "transposed"])
@@ -530,8 +539,8 @@ def test_emit_is_cached_and_keyed_by_program_and_kinds():
     program = Program.parse("x0 = div(acc, a0)")
     row, token = torch.ones(3, 1), torch.ones(50)
     kinds = [operand_kinds([one], 3, 50)[0] for one in (row, token)]
-    assert emit(program, kinds[0]) is emit(Program.parse(str(program)), kinds[0])
-    assert emit(program, kinds[0]) is not emit(program, kinds[1])
+    assert emit(program, kinds[0], (), (0,)) is emit(Program.parse(str(program)), kinds[0], (), (0,))
+    assert emit(program, kinds[0], (), (0,)) is not emit(program, kinds[1], (), (0,))
 
 
 COMPILE = r"""
@@ -556,7 +565,8 @@ def kernel(acc, out, operands, strides, B, V, BB: tl.constexpr, BV: tl.constexpr
 def ptx(text, operands):
     dtypes = {"f": ("*fp32", torch.float32), "b": ("*i1", torch.bool)}
     kinds = tuple(Kind(shape, dtypes[dtype][1]) for shape, dtype in operands)
-    function, loads = emit(Program.parse(text), kinds), emit_loads(kinds, tuple(range(len(kinds))))
+    every = tuple(range(len(kinds)))
+    function, loads = emit(Program.parse(text), kinds, (), every), emit_loads(kinds, every)
     assert function.cache_key == triton.jit(function.fn).cache_key
     signature = {"acc": "*fp32", "out": "*fp32",
                  "operands": tuple(dtypes[dtype][0] for _, dtype in operands),
