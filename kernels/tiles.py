@@ -83,9 +83,9 @@ _HOPPER_16 = {
 }
 # At 64 rows the two programs' more numerous steps cost more than an epilogue does if there is one every 16 steps.
 _HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=4)}
-# Long products hide what the wide tile's epilogue costs, and read the hidden states half as often. Operands that can
-# only be read after the product keep it too.
-_HOPPER_16_LONG = _HOPPER_16 | {128: _HOPPER_16[None]}
+# Long products hide what the wide tile's epilogue costs, and read the hidden states half as often. It also suits
+# operands that can only be read after the product. Up to 128 rows memory is the limit: a stage more.
+_HOPPER_16_LONG = _HOPPER_16 | {128: replace(_HOPPER_16[None], num_stages=4)}
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {
     16: Tile(16, 128, 64, num_warps=4, num_stages=4, flatten=False, use_tma=False),
