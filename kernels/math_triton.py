@@ -66,18 +66,6 @@ def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
 
 
 @triton.jit
-def _clamp(x, LIMIT: tl.constexpr):
-    """x between -LIMIT and LIMIT."""
-    if target_info.cuda_capability_geq(8, 6):  # one instruction: the smaller size, and the sign of x
-        limit = tl.full(x.shape, LIMIT, tl.float32)
-        return tl.inline_asm_elementwise(
-            "min.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:  # the compiler reads on after a return
-        return maximum(minimum(x, LIMIT), -LIMIT)
-
-
-@triton.jit
 def four_bytes(words):
     """The bytes of words [BB, BV / 4], int32 [BB, BV]: each where it stands in its word, zeros around it."""
     BB: tl.constexpr = words.shape[0]
@@ -137,9 +125,13 @@ else:
         return libdevice.pow(x, y)
 
 
-# How a mask selects and a value is rounded is chosen here, and not by a constexpr global, with which Triton 3.6 keys
+# What the interpreter or AMD's compiler lacks is chosen here, and not by a constexpr global, with which Triton 3.6 keys
 # its cache by what else the process compiled before.
 if INTERPRET or torch.version.hip is not None:
+
+    @triton.jit
+    def _clamp(x, LIMIT: tl.constexpr):
+        return maximum(minimum(x, LIMIT), -LIMIT)
 
     @triton.jit
     def _quotient(x, y):
@@ -150,6 +142,16 @@ if INTERPRET or torch.version.hip is not None:
         return tl.where(mask != 0, x, y)
 
 else:
+
+    @triton.jit
+    def _clamp(x, LIMIT: tl.constexpr):
+        if target_info.cuda_capability_geq(8, 6):  # one instruction: the smaller size, and the sign of x
+            limit = tl.full(x.shape, LIMIT, tl.float32)
+            return tl.inline_asm_elementwise(
+                "min.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:  # the compiler reads on after a return
+            return maximum(minimum(x, LIMIT), -LIMIT)
 
     @triton.jit
     def _quotient(x, y):
