@@ -104,7 +104,7 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
             place = f"early[{early.index(n)}]" if n in early else f"late[{late.index(n)}]"
             terms[f"a{n}"] = Term(f"a{n}", frozenset(_AXES[kind.shape].split()))
             # An operand changes layout where it becomes a value, and takes registers from there on: not before its use.
-            # Fours take few, and the change is hidden behind what comes before their use.
+            # But fours change it first: smaller tiles have the registers, and what comes before their use hides it.
             if kind.by_four:
                 lines.append(f"    b{n} = four_bytes({place})")
                 place = f"b{n}"

@@ -131,8 +131,8 @@ def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, o
             offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
                         SELECT, BB, NG, G)
     if GREEDY_EPILOGUE is not None:
-        late = _load_operands(LATE, operands, operand_strides, b0, v0, B, V, BB, BV)
-        logits = GREEDY_EPILOGUE(acc, early, late)
+        # Loaded again, rather than kept in registers while the draw is made.
+        logits = GREEDY_EPILOGUE(acc, early, _load_operands(LATE, operands, operand_strides, b0, v0, B, V, BB, BV))
         logits = tl.where(col_mask[None, :], logits, -_INF)
         slots = B.to(tl.int64) * num_draws + rows  # behind the draws' words
         words = read_best(best, B.to(tl.int64) * num_draws + b0, 1, b0, B, BB, THREADS)
@@ -309,6 +309,7 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     used = [n for n in range(len(kinds)) if any(one.uses(n) for one in programs)]
     tile = config or autotune.pick(case_of(hidden, weight, [kinds[n] for n in used]))
     early, late = _loads_of(kinds, used, tile, device.warp_size)
+    # Late, words would take more registers than bytes do.
     kinds = tuple(kind._replace(by_four=kind.by_four and n in early) for n, kind in enumerate(kinds))
     hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
     weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
@@ -362,12 +363,12 @@ def _loads_of(kinds, used, tile, warp_size):
     """
     early, left, threads = [], 40, tile.num_warps * warp_size
     for n in used:
-        kind, registers = kinds[n], 1
+        kind = kinds[n]
         if kind.shape == "full":
-            registers = tile.block_b * tile.block_v // threads // (4 if kind.by_four else 1) if tile.flatten else 64
-        elif kind.shape == "token" and tile.block_v < threads:  # Triton loads so few in the layout of the product
-            registers = 64
-        if registers <= left:
+            fits, registers = tile.flatten, tile.block_b * tile.block_v // threads // (4 if kind.by_four else 1)
+        else:  # of fewer ids than threads, Triton would load as many as the product's layout has in each thread
+            fits, registers = kind.shape != "token" or tile.block_v >= threads, 1
+        if fits and registers <= left:
             early.append(n)
             left -= registers
     return tuple(early), tuple(n for n in used if n not in early)

@@ -40,6 +40,7 @@ def find_softcaps(program: Program) -> dict[int, Softcap | None]:
         if one.op != "tanh" or not isinstance(x, Ref):
             continue
         last, inside, outside = n, 1.0, 1.0
+        # A factor in `found` belongs to the tanh before it.
         before = x.n if x.kind == "x" and len(readers[str(x)]) == 1 and x.n not in found else None
         if before is not None and (factor := _factor(program.instructions[before])):
             x, inside, found[before] = program.instructions[before].args[0], factor, None
