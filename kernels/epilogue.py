@@ -140,6 +140,19 @@ class Program:
             instructions.append(Instruction(op, tuple(_parse(word, n, statement) for word in words)))
         return Program(tuple(instructions))
 
+    def after_rounding(self) -> tuple[str | None, Program]:
+        """The dtype to which the program rounds `acc` before anything else, and what it does then; else None and all.
+
+        With an `acc` that is rounded already, the rest computes the same.
+        """
+        first, *others = self.instructions or (None,)
+        acc = Ref("acc")
+        if first is None or first.op != "round" or first.args[0] != acc or any(acc in one.args for one in others):
+            return None, self
+        renamed = {Ref("x", n): Ref("x", n - 1) if n else acc for n in range(len(self.instructions))}
+        rest = (Instruction(one.op, tuple(renamed.get(arg, arg) for arg in one.args)) for one in others)
+        return first.args[1], Program(tuple(rest))
+
     def _where(self, n: int) -> str:
         return f"statement {n}, 'x{n} = {self.instructions[n]}'"
 
@@ -298,11 +311,11 @@ def emit(
 def emit_loads(kinds: tuple[Kind, ...], which: tuple[int, ...]) -> triton.JITFunction | None:
     """A Triton function that loads the operands numbered in `which` for a tile; None if there are none:
 
-        loads(operands, strides, b0, v0, B, V, BB, BV) -> tuple
+        loads(operands, strides, rows, v0, B, V, BV) -> tuple
 
     operands: a tuple of pointers; strides: a tuple of (row stride, column stride), as from `operand_kinds`.
-    b0, v0: the tile's first row and column. Nothing is loaded outside rows 0 ... B and columns 0 ... V, and the values
-    there mean nothing.
+    rows [BB], v0: the tile's rows and its first column. Nothing is loaded outside rows 0 ... B and columns 0 ... V, and
+    the values there mean nothing.
     """
     from . import epilogue_triton
 

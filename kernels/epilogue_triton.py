@@ -62,8 +62,7 @@ def emit_loads(kinds: tuple[Kind, ...], which: tuple[int, ...]) -> triton.JITFun
     if not which:
         return None
     lines = [
-        "(operands, strides, b0, v0, B, V, BB: tl.constexpr, BV: tl.constexpr):",
-        "    rows = b0 + tl.arange(0, BB)",
+        "(operands, strides, rows, v0, B, V, BV: tl.constexpr):",
         "    row_mask = rows < B",
         "    cols = v0 + tl.arange(0, BV)",
         "    col_mask = (cols >= 0) & (cols < V)",

@@ -11,6 +11,9 @@ stay there, and splitting a group in halves only renames registers. `offers.py` 
 
 from __future__ import annotations
 
+import functools
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -22,11 +25,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import autotune, scratch, tiles
 from .epilogue import Kind, Program, emit, emit_loads, operand_kinds
 from .exchange_triton import exchange_winners, world_block
-from .offers import best_key_of, group_scores, offer_argmax, offer_draw, read_best
+from .offers import finish, load_operands, offer_tile, read_best, tile_rows
 from .peers import Channel
 from .rng import GROUP
 
-_INF = tl.constexpr(float("inf"))
+log = logging.getLogger(__name__)
 
 # How the kernel reads an operand of the product.
 _POINTER = tl.constexpr(0)  # any strides, any alignment
@@ -69,77 +72,6 @@ def _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, str
     return tl.dot(h, w.T, acc, input_precision=PRECISION)
 
 
-@triton.jit
-def _finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn `count` winners into tokens and zero their words. Only the last program of a launch runs this.
-
-    WORDS: leave the winners as words, for other ranks to compare, signed as torch compares.
-    """
-    for start in range(0, count, BLOCK):
-        slots = start + tl.arange(0, BLOCK).to(tl.int64)
-        mask = slots < count
-        word = tl.atomic_xchg(best + slots, tl.zeros((BLOCK,), tl.uint64), mask=mask, sem="relaxed", scope="gpu")
-        if WORDS:
-            token = word ^ 0x8000000000000000
-        else:
-            token = 0xFFFFFFFF - (word & 0xFFFFFFFF)
-        tl.store(out + slots, token.to(tl.int64), mask=mask)
-
-
-@triton.jit
-def _load_operands(LOADS: tl.constexpr, operands, strides, b0, v0, B, V, BB: tl.constexpr, BV: tl.constexpr):
-    if LOADS is None:
-        return ()
-    else:
-        return LOADS(operands, strides, b0, v0, B, V, BB, BV)
-
-
-@triton.jit
-def _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides, early,
-                LATE: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
-                MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, SELECT: tl.constexpr, G: tl.constexpr,
-                BB: tl.constexpr, BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
-    """Offer the candidates of one tile: acc [BB, BV] is the product of rows b0... and ids v0... of the shard."""
-    NG: tl.constexpr = BV // G
-    rows = b0 + tl.arange(0, BB)
-    row_mask = rows < B
-    cols = v0 + tl.arange(0, BV)
-    col_mask = (cols >= 0) & (cols < V)
-    logits = EPILOGUE(acc, early, _load_operands(LATE, operands, operand_strides, b0, v0, B, V, BB, BV))
-    if (v0 < 0) | (v0 + BV > V):  # only the first and the last tile
-        logits = tl.where(col_mask[None, :], logits, -_INF)
-    if GREEDY:
-        offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words, BB), id_base, BV, INTERPRET)
-    else:
-        p, top, mass = group_scores(logits, NG, G)
-        group_id = id_base.to(tl.int64) + v0 + tl.arange(0, NG).to(tl.int64)[None, :] * G
-        if ROW_SEEDS:
-            row_seed = tl.load(seed + rows, mask=row_mask, other=0)[:, None]
-            noise_row = tl.zeros_like(rows)
-        else:
-            row_seed = tl.load(seed)
-            noise_row = rows
-        if MANY_DRAWS:
-            for draw in range(num_draws):
-                slots = rows.to(tl.int64) * num_draws + draw
-                words = read_best(best, b0.to(tl.int64) * num_draws + draw, num_draws, b0, B, BB, THREADS)
-                best_key = best_key_of(words, BB)
-                offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
-                            SELECT, BB, NG, G)
-        else:
-            best_key = best_key_of(best_words, BB)
-            offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
-                        SELECT, BB, NG, G)
-    if GREEDY_EPILOGUE is not None:
-        # Loaded again, rather than kept in registers while the draw is made.
-        logits = GREEDY_EPILOGUE(acc, early, _load_operands(LATE, operands, operand_strides, b0, v0, B, V, BB, BV))
-        logits = tl.where(col_mask[None, :], logits, -_INF)
-        slots = B.to(tl.int64) * num_draws + rows  # behind the draws' words
-        words = read_best(best, B.to(tl.int64) * num_draws + b0, 1, b0, B, BB, THREADS)
-        best_key = best_key_of(words, BB)
-        offer_argmax(logits, v0, row_mask, slots, best, best_key, id_base, BV, INTERPRET)
-
-
 @triton.jit(do_not_specialize=["B", "id_base", "num_draws", "block", "channel", "capacity"])
 def gemm_sample_kernel(
     hidden, weight, seed, out, greedy_out, scratch_words, block, channel, capacity, operands, operand_strides,
@@ -171,7 +103,7 @@ def gemm_sample_kernel(
     v0 = 0
     b0 = 0
     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
-    early = _load_operands(EARLY, operands, operand_strides, b0, v0, 0, 0, BLOCK_B, BLOCK_V)
+    early = load_operands(EARLY, operands, operand_strides, tile_rows(b0, BLOCK_B), v0, 0, 0, BLOCK_V)
     # Rows are the inner direction of tiles: the programs that run together share a weight tile in L2.
     if FLATTEN:
         # One loop over tiles and depth, so that the loads of the next tile are under way during an epilogue. (What
@@ -185,7 +117,7 @@ def gemm_sample_kernel(
             if HEAD:
                 if (step == steps - 1) & (i > 0):
                     words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
-                    _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
+                    offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                                 early, LATE, EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G,
                                 BLOCK_B, BLOCK_V, THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
@@ -197,14 +129,14 @@ def gemm_sample_kernel(
             if EARLY is not None:
                 # Not in the branch above: the weights' loads need that one, and are three rounds ahead.
                 if step == early_step:
-                    early = _load_operands(EARLY, operands, operand_strides, b0, v0, B, V, BLOCK_B, BLOCK_V)
+                    early = load_operands(EARLY, operands, operand_strides, tile_rows(b0, BLOCK_B), v0, B, V, BLOCK_V)
             acc = _multiply(acc, hidden, weight, b0, v0, step * BLOCK_D, B, V, D, stride_hb, stride_hd, stride_wv,
                             stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D,
                             INTERPRET)
             if not HEAD:
                 if step == steps - 1:
                     words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
-                    _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
+                    offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                                 early, LATE, EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G,
                                 BLOCK_B, BLOCK_V, THREADS, INTERPRET)
                     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
@@ -212,7 +144,7 @@ def gemm_sample_kernel(
         words = read_best(best, 0, 1, 0, 0, BLOCK_B, THREADS)
         for tile in range(pid, num_tiles + num_programs, num_programs):
             if tile > pid:
-                _offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
+                offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                             early, LATE, EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G,
                             BLOCK_B, BLOCK_V, THREADS, INTERPRET)
             v0 = (tile // num_b) * BLOCK_V - shift
@@ -220,7 +152,7 @@ def gemm_sample_kernel(
             acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
             words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)  # early: the product hides the wait
             if EARLY is not None:
-                early = _load_operands(EARLY, operands, operand_strides, b0, v0, B, V, BLOCK_B, BLOCK_V)
+                early = load_operands(EARLY, operands, operand_strides, tile_rows(b0, BLOCK_B), v0, B, V, BLOCK_V)
             for d in range(0, tl.where(tile < num_tiles, D, 0), BLOCK_D):
                 acc = _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, stride_wv, stride_wd,
                                 EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D, INTERPRET)
@@ -233,9 +165,9 @@ def gemm_sample_kernel(
             exchange_winners(best, out, B.to(tl.int64) * num_draws, block, channel, capacity, WORLD)
         else:
             count = B.to(tl.int64) * num_draws
-            _finish(best, out, count, WORDS, 1024)
+            finish(best, out, count, WORDS, 1024)
             if GREEDY_EPILOGUE is not None:
-                _finish(best + count, greedy_out, B, WORDS, 1024)
+                finish(best + count, greedy_out, B, WORDS, 1024)
         tl.store(scratch_words, 0)
 
 
@@ -308,22 +240,33 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     programs = [Program.parse(text) for text in (program, greedy_program) if text is not None]
     used = [n for n in range(len(kinds)) if any(one.uses(n) for one in programs)]
     tile = config or autotune.pick(case_of(hidden, weight, [kinds[n] for n in used]))
+    hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
+    weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
+    words = scratch.take(hidden.device, 1 + out.numel() + num_rows * (greedy_program is not None))
+    if tile.pingpong:
+        simple = len(programs) == num_draws == 1 and not isinstance(exchange, Channel)
+        by_tma = device.arch == "sm_90" and hidden.element_size() == 2 and hidden_mode == weight_mode == _TMA.value
+        if simple and by_tma and (pingpong := _pingpong()) and pingpong.can_read(operands, kinds, used, shift):
+            args = (seed, out, words, operands, strides, id_base, programs[0], kinds, used, exchange == "words")
+            with _on(hidden.device):
+                pingpong.launch(hidden_arg, weight_arg, *args, tile, device.num_sms)
+            return out, greedy_out
+        tile = tiles.WIDE
+        hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
+        weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
     early, late = _loads_of(kinds, used, tile, device.warp_size)
     # Late, words would take more registers than bytes do.
     kinds = tuple(kind._replace(by_four=kind.by_four and n in early) for n, kind in enumerate(kinds))
-    hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
-    weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
     head = any(kinds[n].shape == "full" for n in late)
     flatten = tile.flatten and depth > 0 and not (head and tile.block_b > 64)
     num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
     grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
-    words = scratch.take(hidden.device, 1 + out.numel() + num_rows * (greedy_program is not None))
     channel, world = (0, 0, 0), 0
     if isinstance(exchange, Channel):
         channel, world = (exchange.block.address, exchange.offset, exchange.capacity), world_block(exchange)
 
     # fmt: off
-    def run():
+    with _on(hidden.device):
         gemm_sample_kernel[grid](
             hidden_arg, weight_arg, seed, out, greedy_out, words, *channel, tuple(operands), strides,
             num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
@@ -338,13 +281,25 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )
     # fmt: on
-
-    if hidden.is_cuda and hidden.device.index != torch.cuda.current_device():
-        with torch.cuda.device(hidden.device):
-            run()
-    else:
-        run()
     return out, greedy_out
+
+
+def _on(device: torch.device) -> AbstractContextManager:
+    """Where a launch goes to `device`."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
+
+
+@functools.cache
+def _pingpong():
+    """The module of that kernel, or None where this Triton's Gluon is not the one it is written in."""
+    try:
+        from . import pingpong
+    except Exception as error:
+        log.warning("tiles of two groups that take turns run as one group's: %s", error)
+        return None
+    return pingpong
 
 
 def case_of(hidden: Tensor, weight: Tensor, kinds: list[Kind]) -> tiles.Case:

@@ -27,6 +27,12 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def laid_as(x, like):
+    """x. Gluon, where a value has the layout its operation gave it, moves it to where `like` is."""
+    return x
+
+
+@triton.jit
 def _halves(x, BB: tl.constexpr, NG: tl.constexpr, WIDTH: tl.constexpr):
     """Split [BB, NG, WIDTH] on the top bit of the last axis: two [BB, NG, WIDTH / 2]."""
     return tl.split(x.reshape(BB, NG, 2, WIDTH // 2).permute(0, 1, 3, 2))
@@ -65,13 +71,14 @@ def group_scores(logits, NG: tl.constexpr, G: tl.constexpr):
     # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
     top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
     p = tl.exp2(x * _LOG2_E - top[:, :, None])
-    return p, top, _group_mass(p, BB, NG, G)
+    return p, top, laid_as(_group_mass(p, BB, NG, G), top)
 
 
 @triton.jit
 def _merge(s0, s1, i0, i1, u, BIT: tl.constexpr):
     """One level of the tournament: masses s0, s1 and winners i0, i1 of the sides with BIT clear and set."""
     total = s0 + s1
+    u = laid_as(u, total)
     # Comparing with the smaller side keeps full relative precision for both; a side of mass 0 cannot win.
     small = u * total < tl.minimum(s0, s1)
     take1 = small == (s1 < s0)
@@ -82,7 +89,7 @@ def _merge(s0, s1, i0, i1, u, BIT: tl.constexpr):
 def _tournament(p, words, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
     """The winner's position [BB, NG] inside each group, drawn with probability p / sum p; p is [BB, NG, G]."""
     LEVELS: tl.constexpr = _levels(G)
-    i = tl.zeros((BB, NG, G), tl.int32)
+    i = laid_as(tl.zeros((BB, NG, G), tl.int32), p)
     for level in tl.static_range(LEVELS):
         s0, s1 = _halves(p, BB, NG, G >> level)
         i0, i1 = _halves(i, BB, NG, G >> level)
@@ -161,7 +168,7 @@ def offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base,
     else:
         top = tl.reduce(logits, 1, _max_nan)
     key = _order_key(top)
-    wins = (key >= best_key) & row_mask
+    wins = (key >= laid_as(best_key, key)) & laid_as(row_mask, key)
     if _any(wins):
         at_top = (logits == top[:, None]) | (logits != logits)
         col = tl.min(tl.where(at_top, tl.arange(0, BV)[None, :], BV), 1)
@@ -220,12 +227,13 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
     are in one thread, as Hopper's matrix unit leaves them; elsewhere whole tiles would change hands.
     """
     first_id = tl.maximum(group_id, id_base)  # a shard boundary may cut its first group
-    rows = rows[:, None]
+    first_id = laid_as(first_id, top)
+    rows = laid_as(rows[:, None], top)
     draw = tl.zeros_like(rows) + draw  # a tensor, also for the interpreter, where loops count in Python
     noise = gumbel(group_words(seed, first_id, rows, draw)[7])
     key = _order_key(top * _LN_2 + tl.log(mass) + noise)
     row_key = tl.max(key, 1)
-    wins = (row_key >= best_key) & row_mask
+    wins = (row_key >= laid_as(best_key, row_key)) & laid_as(row_mask, row_key)
     if _any(wins):
         # p1 is also a value of its own for this branch: the tournament adds what `_group_mass` has added, and the
         # compiler would keep all those sums in registers from there to here.
@@ -255,6 +263,89 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
             words = _best_words(seed, first_id, rows, draw, key, BB, NG)
         else:
             words = group_words(seed, first_id, rows, draw)
-        position = tl.where(special, forced, _tournament(p1, words, BB, NG1, G))
+        position = tl.where(special, forced, laid_as(_tournament(p1, words, BB, NG1, G), mass1))
         word = tl.max(_word(key1, tl.maximum(id1 + position, id_base)), 1)
         tl.atomic_max(best + slots, word, mask=wins, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def tile_rows(b0, BB: tl.constexpr):
+    """The rows of a tile whose first one is b0."""
+    return b0 + tl.arange(0, BB)
+
+
+@triton.jit
+def load_operands(LOADS: tl.constexpr, operands, strides, rows, v0, B, V, BV: tl.constexpr):
+    if LOADS is None:
+        return ()
+    else:
+        return LOADS(operands, strides, rows, v0, B, V, BV)
+
+
+@triton.jit
+def offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, operands, operand_strides, early,
+                LATE: tl.constexpr, EPILOGUE: tl.constexpr, GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr,
+                MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr, SELECT: tl.constexpr, G: tl.constexpr,
+                BB: tl.constexpr, BV: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Offer the candidates of one tile: acc [BB, BV] is the product of rows b0... and ids v0... of the shard."""
+    NG: tl.constexpr = BV // G
+    rows = tile_rows(b0, BB)
+    row_mask = rows < B
+    cols = v0 + tl.arange(0, BV)
+    col_mask = (cols >= 0) & (cols < V)
+    logits = EPILOGUE(acc, early, load_operands(LATE, operands, operand_strides, rows, v0, B, V, BV))
+    if (v0 < 0) | (v0 + BV > V):  # only the first and the last tile
+        logits = tl.where(col_mask[None, :], logits, -_INF)
+    if GREEDY:
+        offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words, BB), id_base, BV, INTERPRET)
+    else:
+        p, top, mass = group_scores(logits, NG, G)
+        group_id = id_base.to(tl.int64) + v0 + tl.arange(0, NG).to(tl.int64)[None, :] * G
+        if ROW_SEEDS:
+            row_seed = laid_as(tl.load(seed + rows, mask=row_mask, other=0)[:, None], top)
+            noise_row = tl.zeros_like(rows)
+        else:
+            row_seed = tl.load(seed)
+            noise_row = rows
+        if MANY_DRAWS:
+            for draw in range(num_draws):
+                slots = rows.to(tl.int64) * num_draws + draw
+                words = read_best(best, b0.to(tl.int64) * num_draws + draw, num_draws, b0, B, BB, THREADS)
+                best_key = best_key_of(words, BB)
+                offer_draw(p, top, mass, group_id, noise_row, row_mask, slots, best, best_key, row_seed, draw, id_base,
+                            SELECT, BB, NG, G)
+        else:
+            best_key = best_key_of(best_words, BB)
+            offer_draw(p, top, mass, group_id, noise_row, row_mask, rows, best, best_key, row_seed, 0, id_base,
+                        SELECT, BB, NG, G)
+    if GREEDY_EPILOGUE is not None:
+        # Loaded again, rather than kept in registers while the draw is made.
+        logits = GREEDY_EPILOGUE(acc, early, load_operands(LATE, operands, operand_strides, rows, v0, B, V, BV))
+        logits = tl.where(col_mask[None, :], logits, -_INF)
+        slots = B.to(tl.int64) * num_draws + rows  # behind the draws' words
+        words = read_best(best, B.to(tl.int64) * num_draws + b0, 1, b0, B, BB, THREADS)
+        best_key = best_key_of(words, BB)
+        offer_argmax(logits, v0, row_mask, slots, best, best_key, id_base, BV, INTERPRET)
+
+
+@triton.jit
+def count_to(N: tl.constexpr):
+    """0 ... N - 1, one to a thread where there are enough."""
+    return tl.arange(0, N)
+
+
+@triton.jit
+def finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn `count` winners into tokens and zero their words. Only the last program of a launch runs this.
+
+    WORDS: leave the winners as words, for other ranks to compare, signed as torch compares.
+    """
+    for start in range(0, count, BLOCK):
+        slots = start + count_to(BLOCK).to(tl.int64)
+        mask = slots < count
+        word = tl.atomic_xchg(best + slots, tl.zeros_like(slots).to(tl.uint64), mask=mask, sem="relaxed", scope="gpu")
+        if WORDS:
+            token = word ^ 0x8000000000000000
+        else:
+            token = 0xFFFFFFFF - (word & 0xFFFFFFFF)
+        tl.store(out + slots, token.to(tl.int64), mask=mask)

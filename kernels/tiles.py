@@ -16,7 +16,8 @@ class Tile:
     """One specialisation of the kernel.
 
     A program multiplies [block_b, block_d] by [block_v, block_d] at a time. `flatten` fuses the loop over tiles with
-    the one over D, so that the loads of the next tile start before the epilogue of this one.
+    the one over D, so that the loads of the next tile start before the epilogue of this one. `pingpong` asks for the
+    kernel of `pingpong.py`, which no table does yet: two groups of num_warps take turns, each with tiles of its own.
     """
 
     block_b: int
@@ -27,8 +28,11 @@ class Tile:
     programs_per_sm: int = 1
     flatten: bool = True
     use_tma: bool = True
+    pingpong: bool = False
 
     def __post_init__(self):
+        if self.pingpong and (self.block_b, self.block_v, self.num_warps) != (128, 128, 8):
+            raise ValueError(f"tiles of two groups that take turns are 128 by 128, by eight warps each, not {self}")
         if self.block_v % GROUP:
             raise ValueError(f"block_v must be a multiple of the group size {GROUP}, not {self.block_v}")
 
@@ -71,6 +75,8 @@ def device_info(device: torch.device) -> DeviceInfo:
     return DeviceInfo(arch, properties.multi_processor_count, properties.major >= 9)
 
 
+# Also what a call gets that `pingpong` is not for.
+WIDE = Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False)
 # The last row whose batch limit is not exceeded wins. sm_90, 16-bit: measured on an H200.
 # Up to 64 rows two programs share a multiprocessor, and the loads of one fill the other's epilogue. Above, tiles are
 # too large for that, and above 128 rows too large for a loop that goes on loading during an epilogue.
@@ -79,13 +85,13 @@ _HOPPER_16 = {
     32: Tile(32, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
     64: Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
     128: Tile(128, 128, 64, num_warps=8, num_stages=6),
-    None: Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
+    None: WIDE,
 }
 # At 64 rows and D = 2048 one program with deeper steps is faster. (Shorter products were not measured.)
 _HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=4)}
 # Long products hide what the wide tile's epilogue costs, and read the hidden states half as often. It also suits
 # operands that can only be read after the product. Up to 128 rows memory is the limit: a stage more.
-_HOPPER_16_LONG = _HOPPER_16 | {128: replace(_HOPPER_16[None], num_stages=4)}
+_HOPPER_16_LONG = _HOPPER_16 | {128: replace(WIDE, num_stages=4)}
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {
     16: Tile(16, 128, 64, num_warps=4, num_stages=4, flatten=False, use_tma=False),
@@ -110,7 +116,7 @@ _MORE_16 = {
     32: (Tile(32, 128, 128, num_warps=4, num_stages=5), Tile(32, 128, 64, num_warps=4, num_stages=5)),
     64: (Tile(64, 128, 64, num_warps=4, num_stages=8), Tile(64, 256, 64, num_warps=8, num_stages=4)),
     128: (Tile(128, 128, 64, num_warps=8, num_stages=5), Tile(128, 256, 64, num_warps=8, num_stages=4)),
-    None: (Tile(128, 256, 64, num_warps=8, num_stages=4, flatten=False),),
+    None: (replace(WIDE, num_stages=4),),
 }
 # The interpreter pays per program and per operation, not per lane.
 _INTERPRETER = {16: Tile(16, 512, 256, 4, 1), None: Tile(64, 512, 256, 4, 1)}

@@ -42,7 +42,7 @@ def load_operands(LOADS: tl.constexpr, operands, strides, B, V, BB: tl.constexpr
     if LOADS is None:
         return ()
     else:
-        return LOADS(operands, strides, 0, 0, B, V, BB, BV)
+        return LOADS(operands, strides, tl.arange(0, BB), 0, B, V, BV)
 
 
 @triton.jit
@@ -151,6 +151,29 @@ def test_parse_gives_structure():
 def test_parse_is_lenient_about_spaces_and_cached():
     assert str(Program.parse("  x0=add( acc ,1.0 ) ;x1 = neg(x0)")) == ("x0 = add(acc, 1.0); x1 = neg(x0)")
     assert Program.parse("x0 = neg(acc)") is Program.parse("x0 = neg(acc)")
+
+
+@pytest.mark.parametrize(
+    "text, dtype, rest",
+    [
+        ("x0 = round(acc, bf16)", "bf16", ""),
+        (
+            "x0 = round(acc, f16); x1 = div(x0, a1); x2 = round(x1, f16); x3 = add(x2, x0)",
+            "f16",
+            "x0 = div(acc, a1); x1 = round(x0, f16); x2 = add(x1, acc)",
+        ),
+        ("x0 = round(acc, bf16); x1 = add(x0, acc)", None, "x0 = round(acc, bf16); x1 = add(x0, acc)"),
+        ("x0 = mul(acc, 2.0); x1 = round(x0, bf16)", None, "x0 = mul(acc, 2.0); x1 = round(x0, bf16)"),
+        ("x0 = round(a0, bf16); x1 = add(acc, x0)", None, "x0 = round(a0, bf16); x1 = add(acc, x0)"),
+        ("", None, ""),
+    ],
+)
+def test_what_is_left_after_rounding(text, dtype, rest):
+    program = Program.parse(text)
+    assert program.after_rounding() == (dtype, Program.parse(rest))
+    acc, operands = tile(), [torch.tensor(1.5), torch.tensor(0.7)]
+    rounded = acc if dtype is None else acc.to({"bf16": torch.bfloat16, "f16": torch.float16}[dtype]).float()
+    assert torch.equal(Program.parse(rest).run(rounded, operands), program.run(acc, operands))
 
 
 def test_programs_are_values():
@@ -438,7 +461,7 @@ def whole_tile_kernel(acc, out, operands, strides, B, V, LOADS: tl.constexpr, EP
     cols = tl.arange(0, 64)
     place = rows[:, None] * 64 + cols[None, :]
     value = tl.load(acc + place)
-    value = EPILOGUE(value, (), LOADS(operands, strides, 0, 0, B, V, 4, 64))
+    value = EPILOGUE(value, (), LOADS(operands, strides, tl.arange(0, 4), 0, B, V, 64))
     tl.store(out + place, value)
 
 
@@ -559,7 +582,7 @@ def kernel(acc, out, operands, strides, B, V, BB: tl.constexpr, BV: tl.constexpr
     if L is None:
         value = E(tl.load(acc + place), (), ())
     else:
-        value = E(tl.load(acc + place), (), L(operands, strides, 0, 0, B, V, BB, BV))
+        value = E(tl.load(acc + place), (), L(operands, strides, tl.arange(0, BB), 0, B, V, BV))
     tl.store(out + place, value)
 
 def ptx(text, operands):

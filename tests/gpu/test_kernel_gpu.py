@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gpu
 
 ROUND = {torch.bfloat16: "x0 = round(acc, bf16)", torch.float16: "x0 = round(acc, f16)", torch.float32: "x0 = neg(acc)"}
 DTYPES = list(ROUND)
+TURNS = Tile(128, 128, 64, 8, 6, pingpong=True)
 USUAL = (
     "; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = div(x3, a0); x5 = add(x4, a1); "
     "x6 = where(a2, -inf, x5)"
@@ -106,6 +107,7 @@ def test_tokens_do_not_depend_on_the_tile():
         Tile(64, 128, 64, 4, 4),
         Tile(128, 256, 64, 8, 3, flatten=False),
         Tile(128, 128, 64, 8, 3, use_tma=False),
+        TURNS,
     ]
     draws = [gemm_sample.sample(hidden, weight, seed_tensor(), [], "x0 = mul(acc, 0.7)", 1, 0, t) for t in tiles]
     for other in draws[1:]:
@@ -192,26 +194,33 @@ def capture(function):
     return graph, result
 
 
-def test_graph_replays_follow_the_seed():
+BATCHES = pytest.mark.parametrize("batch, tile", [(16, None), (256, None), (256, TURNS)])
+
+
+@BATCHES
+def test_graph_replays_follow_the_seed(batch, tile):
     scratch.reserve(torch.device("cuda"))
-    hidden, weight = exact_inputs(48, 5000, 128, torch.bfloat16, "cuda")
+    hidden, weight = exact_inputs(batch, 5000, 128, torch.bfloat16, "cuda")
     seed = seed_tensor()
-    graph, out = capture(lambda: gemm_sample.sample(hidden, weight, seed, [], "x0 = mul(acc, 0.5)"))
+    graph, out = capture(lambda: gemm_sample.sample(hidden, weight, seed, [], "x0 = mul(acc, 0.5)", config=tile))
     seen = []
     for n in range(5):
         seed.fill_(n)
         graph.replay()
         seen.append(out.clone())
-        assert torch.equal(seen[-1], gemm_sample.sample(hidden, weight, seed, [], "x0 = mul(acc, 0.5)"))
+        assert torch.equal(seen[-1], gemm_sample.sample(hidden, weight, seed, [], "x0 = mul(acc, 0.5)", config=tile))
     assert not torch.equal(seen[0], seen[1])
 
 
-def test_two_graphs_replay_at_once():
+@BATCHES
+def test_two_graphs_replay_at_once(batch, tile):
     scratch.reserve(torch.device("cuda"))
-    hidden, weight = exact_inputs(16, 60000, 256, torch.bfloat16, "cuda")
+    hidden, weight = exact_inputs(batch, 60000, 256, torch.bfloat16, "cuda")
     seeds = [seed_tensor(1), seed_tensor(2)]
-    want = [gemm_sample.sample(hidden, weight, s, [], "x0 = mul(acc, 0.5)") for s in seeds]
-    graphs = [capture(lambda s=s: gemm_sample.sample(hidden, weight, s, [], "x0 = mul(acc, 0.5)")) for s in seeds]
+    want = [gemm_sample.sample(hidden, weight, s, [], "x0 = mul(acc, 0.5)", config=tile) for s in seeds]
+    graphs = [
+        capture(lambda s=s: gemm_sample.sample(hidden, weight, s, [], "x0 = mul(acc, 0.5)", config=tile)) for s in seeds
+    ]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(50):
         for (graph, _), stream in zip(graphs, streams, strict=True):
@@ -222,17 +231,18 @@ def test_two_graphs_replay_at_once():
         assert torch.equal(out, tokens)
 
 
-def test_two_streams_at_once():
-    hidden, weight = exact_inputs(16, 60000, 256, torch.bfloat16, "cuda")
+@BATCHES
+def test_two_streams_at_once(batch, tile):
+    hidden, weight = exact_inputs(batch, 60000, 256, torch.bfloat16, "cuda")
     seeds = [seed_tensor(1), seed_tensor(2)]
-    want = [gemm_sample.sample(hidden, weight, s, [], "x0 = mul(acc, 0.5)") for s in seeds]
+    want = [gemm_sample.sample(hidden, weight, s, [], "x0 = mul(acc, 0.5)", config=tile) for s in seeds]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     got = [[], []]
     for _ in range(50):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                got[n].append(gemm_sample.sample(hidden, weight, seeds[n], [], "x0 = mul(acc, 0.5)"))
+                got[n].append(gemm_sample.sample(hidden, weight, seeds[n], [], "x0 = mul(acc, 0.5)", config=tile))
     torch.cuda.synchronize()
     for n in range(2):
         assert all(torch.equal(one, want[n]) for one in got[n])

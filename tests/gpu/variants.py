@@ -23,6 +23,7 @@ RICH = (
     "; x6 = div(x5, a0)"
 )
 SEED = torch.tensor(7, device=DEVICE)
+TURNS = Tile(128, 128, 64, num_warps=8, num_stages=6, pingpong=True)
 
 
 def run(rows, vocab, depth, dtype, draws=1, row_seeds=False, id_base=0, rich=True, config=None, transposed=False):
@@ -57,6 +58,8 @@ def variants():
         {"rows": 20, "vocab": 700, "depth": 64, "id_base": 40},
         {"rows": 20, "vocab": 704, "depth": 64, "transposed": True},
         {"rows": 600, "vocab": 300, "depth": 64, "rich": False},
+        {"rows": 300, "vocab": 20000, "depth": 520, "config": TURNS},
+        {"rows": 300, "vocab": 20000, "depth": 520, "rich": False, "row_seeds": True, "id_base": 40, "config": TURNS},
         {"rows": 20, "vocab": 700, "depth": 64, "config": Tile(16, 128, 64, 4, 3, use_tma=False)},
     ):
         yield {"dtype": torch.bfloat16, **options}
