@@ -15,19 +15,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
-
-@gluon.jit
-def _atomic_max(pointer, val, mask, sem: gl.constexpr, scope: gl.constexpr):
-    pointer = gl.convert_layout(pointer, val.type.layout)
-    gl.atomic_max(pointer, val, mask=mask, sem=sem, scope=scope)
-
-
-# The language of a twin.
+# What is `tl` to a twin. It bears Gluon's name, since a kernel may call what modules of known names hold.
 _language = types.ModuleType(gl.__name__)
 _language.__dict__.update(vars(tl))
 for _name in ("arange", "full", "zeros", "zeros_like", "max", "min", "sum", "reduce", "cdiv", "where"):
     setattr(_language, _name, getattr(gl, _name))
-_language.atomic_max = _atomic_max
 
 _lock = threading.RLock()
 

@@ -159,6 +159,11 @@ def _max_nan(a, b):
 
 
 @triton.jit
+def keep_highest(slots, word, mask):
+    tl.atomic_max(slots, word, mask=mask, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base,
                  BV: tl.constexpr, INTERPRET: tl.constexpr):
     """Greedy: offer the lowest id of each row's maximum; a NaN counts as above everything, as in torch.argmax."""
@@ -174,7 +179,7 @@ def offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base,
         col = tl.min(tl.where(at_top, tl.arange(0, BV)[None, :], BV), 1)
         # An all -inf row is at its maximum in the masked columns before the shard too.
         ids = tl.maximum(col.to(tl.int64) + first_col, 0) + id_base
-        tl.atomic_max(best + slots, _word(key, ids), mask=wins, sem="relaxed", scope="gpu")
+        keep_highest(best + slots, _word(key, ids), wins)
 
 
 @triton.jit
@@ -265,7 +270,7 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
             words = group_words(seed, first_id, rows, draw)
         position = tl.where(special, forced, laid_as(_tournament(p1, words, BB, NG1, G), mass1))
         word = tl.max(_word(key1, tl.maximum(id1 + position, id_base)), 1)
-        tl.atomic_max(best + slots, word, mask=wins, sem="relaxed", scope="gpu")
+        keep_highest(best + slots, word, wins)
 
 
 @triton.jit

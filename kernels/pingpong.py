@@ -91,6 +91,12 @@ def _laid_as(x, like):
         return gl.convert_layout(x, like.type.layout)
 
 
+@instead_of(offers.keep_highest)
+@gluon.jit
+def _keep_highest(slots, word, mask):
+    gl.atomic_max(gl.convert_layout(slots, word.type.layout), word, mask=mask, sem="relaxed", scope="gpu")
+
+
 @instead_of(offers.best_key_of)
 @gluon.jit
 def _best_key_of(words, BB: gl.constexpr):
@@ -203,6 +209,7 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, full, empty, masks_f
             mbarrier.wait(full.index(stage), phase)
             acc = warpgroup_mma(h_ring.index(stage), w_ring.index(stage).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
+            # An arrival is one thread's, and waits for all of the group first.
             mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > 0)
             stage += 1
             if stage == STAGES:

@@ -69,6 +69,7 @@ def test_shipped_tiles(table, n):
     if not row["turns"]:  # no table has such a tile yet
         assert row["spilled"] <= MASKED_STACK * (CASES[n][4] == MASKED), row
     assert row["turns"] == (len(CASES[n]) == 7)
+    assert row["together"], "a stage is given back by a thread that has not waited for the others' products"
     assert row["greedy"] or not isinstance(CASES[n][5], str), "the greedy token goes by the draw's program"
     assert row["alone"], f"threads that hold one row read its best score apart, and may part at a branch: {row}"
 
@@ -134,6 +135,7 @@ def describe(compiled):
     greedy: whether the kernel multiplies by 5, as the second program of CASES does."""
     found = {"shared": compiled.metadata.shared, "alone": reads_alone(compiled.asm["ttgir"])}
     found["turns"] = "warp_specialize" in compiled.asm["ttgir"]
+    found["together"] = True  # where nothing takes turns
     found["greedy"] = "5.000000e+00" in compiled.asm["ttgir"]
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
@@ -143,6 +145,7 @@ def describe(compiled):
         return found | {"registers": registers, "spilled": spilled, "code": len(compiled.asm["hsaco"])}
     from triton.backends import nvidia
 
+    found["together"] = arrives_together(compiled.asm["ptx"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -150,6 +153,13 @@ def describe(compiled):
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return found | {"registers": registers, "spilled": stack, "code": len(compiled.asm["cubin"])}
+
+
+def arrives_together(ptx):
+    """Whether a barrier stands between each arrival of one thread and the last product that was waited for."""
+    steps = re.findall(r"wgmma.wait_group|bar.sync|mbarrier.arrive.shared", ptx)
+    before = [steps[n - 1] for n, step in enumerate(steps) if step == "mbarrier.arrive.shared"]
+    return all(step == "bar.sync" for step in before)
 
 
 def reads_alone(ttgir):
