@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 # What is `tl` to a twin. It bears Gluon's name, since a kernel may call what modules of known names hold.
 _language = types.ModuleType(gl.__name__)
 _language.__dict__.update(vars(tl))
-for _name in ("arange", "full", "zeros", "zeros_like", "max", "min", "sum", "reduce", "cdiv", "where"):
+for _name in ("arange", "full", "zeros", "zeros_like"):
     setattr(_language, _name, getattr(gl, _name))
 
 _lock = threading.RLock()

@@ -168,7 +168,7 @@ def _fill(hidden, weight, mask, h_ring, w_ring, masks, full, empty, masks_full, 
         b0 = tile % num_b * BLOCK
         for step in range(steps):
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), 2 * BLOCK * BLOCK_D * 2)
+            mbarrier.expect(full.index(stage), 2 * BLOCK * BLOCK_D * 2)  # bytes of two blocks of 16-bit values
             _copy(hidden, [b0, step * BLOCK_D], full.index(stage), h_ring.index(stage))
             _copy(weight, [v0, step * BLOCK_D], full.index(stage), w_ring.index(stage))
             stage += 1

@@ -6,13 +6,12 @@ from kernel_checks import check_same_tokens, exact_inputs
 
 from fs_inductor.kernels import gemm_sample, reference, scratch
 from fs_inductor.kernels.rng import GROUP
-from fs_inductor.kernels.tiles import Tile
+from fs_inductor.kernels.tiles import TURNS, Tile
 
 pytestmark = pytest.mark.gpu
 
 ROUND = {torch.bfloat16: "x0 = round(acc, bf16)", torch.float16: "x0 = round(acc, f16)", torch.float32: "x0 = neg(acc)"}
 DTYPES = list(ROUND)
-TURNS = Tile(128, 128, 64, 8, 6, pingpong=True)
 USUAL = (
     "; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = div(x3, a0); x5 = add(x4, a1); "
     "x6 = where(a2, -inf, x5)"

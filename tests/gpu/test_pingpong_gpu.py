@@ -8,7 +8,7 @@ import torch
 from kernel_checks import check_same_tokens, exact_inputs
 
 from fs_inductor.kernels import gemm_sample, reference
-from fs_inductor.kernels.tiles import Tile, device_info
+from fs_inductor.kernels.tiles import TURNS, device_info
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,6 @@ pytestmark = [
     ),
 ]
 
-TILE = Tile(128, 128, 64, num_warps=8, num_stages=6, pingpong=True)
 SEED = 0x1234_5678_9ABC
 ROUND = {torch.bfloat16: "x0 = round(acc, bf16)", torch.float16: "x0 = round(acc, f16)"}
 
@@ -32,7 +31,7 @@ def launches(monkeypatch):
     return found
 
 
-def check(hidden, weight, operands, program, id_base=0, seed=None, tile=TILE):
+def check(hidden, weight, operands, program, id_base=0, seed=None, tile=TURNS):
     seed = torch.tensor(SEED, device="cuda") if seed is None else seed
     got = gemm_sample.sample(hidden, weight, seed, operands, program, 1, id_base, tile)
     check_same_tokens(got, hidden, weight, seed, operands, program, 1, id_base, allow=1)
@@ -94,7 +93,7 @@ def test_programs_and_shards(launches, name, id_base):
 @pytest.mark.parametrize("depth", [64, 320, 4096])
 def test_rings_of_all_lengths(launches, stages, depth):
     """Fewer and more steps than stages, and many tiles a program; with a mask one stage less."""
-    tile = replace(TILE, num_stages=stages)
+    tile = replace(TURNS, num_stages=stages)
     hidden, weight = exact_inputs(256, 40000, depth, torch.bfloat16, "cuda")
     check(hidden, weight, [], "x0 = round(acc, bf16)", tile=tile)
     check(hidden, weight, operands_of("m", 256, 40000), "x0 = where(a0, -inf, acc)", tile=tile)
@@ -124,18 +123,18 @@ def test_corners(launches):
     bias = torch.zeros(1024, device="cuda")
     bias[[7, 300]] = math.inf
     args = hidden, weight, torch.tensor(SEED, device="cuda")
-    assert gemm_sample.sample(*args, [bias], "x0 = add(acc, a0)", config=TILE).unique().tolist() == [7]
-    assert gemm_sample.argmax(*args[:2], [bias], "x0 = add(acc, a0)", config=TILE).unique().tolist() == [7]
+    assert gemm_sample.sample(*args, [bias], "x0 = add(acc, a0)", config=TURNS).unique().tolist() == [7]
+    assert gemm_sample.argmax(*args[:2], [bias], "x0 = add(acc, a0)", config=TURNS).unique().tolist() == [7]
     program = "x0 = abs(acc); x1 = add(x0, 1.0); x2 = mul(x1, a0)"
-    everything = gemm_sample.sample(*args, [scale], program, config=TILE)
+    everything = gemm_sample.sample(*args, [scale], program, config=TURNS)
     assert everything[:2].tolist() == [[0], [0]]
     masked = torch.ones(200, 1024, dtype=torch.bool, device="cuda")
     masked[:, 1000] = False
-    found = gemm_sample.sample(*args, [masked], "x0 = where(a0, -inf, acc)", config=TILE)
+    found = gemm_sample.sample(*args, [masked], "x0 = where(a0, -inf, acc)", config=TURNS)
     assert found.unique().tolist() == [1000]
     hidden = hidden.clone()
     hidden[5, 3] = math.nan
-    assert gemm_sample.sample(hidden, *args[1:], [], "x0 = round(acc, bf16)", config=TILE)[5].item() == 0
+    assert gemm_sample.sample(hidden, *args[1:], [], "x0 = round(acc, bf16)", config=TURNS)[5].item() == 0
     assert len(launches) == 5
 
 
@@ -146,7 +145,7 @@ def test_the_distribution_is_softmax(launches):
     counts = torch.zeros(vocab, device="cuda", dtype=torch.float64)
     for n in range(16):
         seed = torch.tensor(n, device="cuda")
-        drawn = gemm_sample.sample(hidden, weight, seed, [], "x0 = round(acc, bf16)", config=TILE)
+        drawn = gemm_sample.sample(hidden, weight, seed, [], "x0 = round(acc, bf16)", config=TURNS)
         counts += drawn.flatten().bincount(minlength=vocab)
     logits = (hidden[:1].float() @ weight.float().t()).bfloat16().double()
     expected = logits.softmax(1)[0] * rows * 16
@@ -165,10 +164,10 @@ def test_what_it_cannot_do_the_other_kernel_does(launches, what):
     masks = operands_of("m", 200, 2512) * 2
     seed = torch.tensor(SEED, device="cuda")
     if what == "draws":
-        got = gemm_sample.sample(hidden, weight, seed, [], "", 3, config=TILE)
+        got = gemm_sample.sample(hidden, weight, seed, [], "", 3, config=TURNS)
         check_same_tokens(got, hidden, weight, seed, [], "", 3, allow=1)
     elif what == "a pair":
-        drawn, greedy = gemm_sample.sample_and_argmax(hidden, weight, seed, [], "", "x0 = neg(acc)", config=TILE)
+        drawn, greedy = gemm_sample.sample_and_argmax(hidden, weight, seed, [], "", "x0 = neg(acc)", config=TURNS)
         check_same_tokens(drawn, hidden, weight, seed, [], "", allow=1)
         assert torch.equal(greedy, reference.argmax(hidden, weight, [], "x0 = neg(acc)"))
     elif what == "two masks":

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from fs_inductor.kernels import gemm_sample, scratch
-from fs_inductor.kernels.tiles import Tile
+from fs_inductor.kernels.tiles import TURNS, Tile
 
 DEVICE = "cuda"
 ROUND = {
@@ -23,7 +23,6 @@ RICH = (
     "; x6 = div(x5, a0)"
 )
 SEED = torch.tensor(7, device=DEVICE)
-TURNS = Tile(128, 128, 64, num_warps=8, num_stages=6, pingpong=True)
 
 
 def run(rows, vocab, depth, dtype, draws=1, row_seeds=False, id_base=0, rich=True, config=None, transposed=False):
