@@ -42,7 +42,6 @@ _LOADS = {
 _WIDEN = {
     "scalar": "tl.full((1, 1), {}, {})",
     "row": "{}[:, None]",
-    "token": "{}[None, :]",
     "full": "{}",
 }
 
@@ -108,8 +107,8 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
                 lines.append(f"    b{n} = four_bytes({place})")
                 place = f"b{n}"
             unread[f"a{n}"] = f"    a{n} = {_value(place, use, kind)}"
-            if kind == Kind("full", torch.bool):
-                masks[f"a{n}"] = place
+            if kind.shape == "full" and kind.dtype == torch.bool:
+                masks[f"a{n}"] = f"{'where_word' if kind.by_four else 'where_byte'}({place}"
     softcaps = find_softcaps(program)
     result = terms["acc"]
     for n, one in enumerate(program.instructions):
@@ -126,7 +125,7 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
             result = _literal(op.torch(*(constant(term.literal) for term in inputs)).item())
         elif mask:
             values = (term.text if term.literal is None else spell_block(term.literal) for term in inputs[1:])
-            lines.append(f"    x{n} = where_byte({mask}, {', '.join(values)})")
+            lines.append(f"    x{n} = {mask}, {', '.join(values)})")
         else:
             lines.append(f"    x{n} = {op.spell(*inputs)}")
         terms[f"x{n}"] = result
@@ -137,6 +136,8 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
 
 def _value(place: str, use: str, kind: Kind) -> str:
     convert = "({} != 0)" if use == "b" else "{}.to(tl.float32)"
+    if kind.shape == "token":
+        return convert.format(f"spread({place}, acc)")
     return _WIDEN[kind.shape].format(convert.format(place), "tl.int1" if use == "b" else "tl.float32")
 
 

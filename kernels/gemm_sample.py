@@ -246,7 +246,7 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     if tile.pingpong:
         simple = len(programs) == num_draws == 1 and not isinstance(exchange, Channel)
         by_tma = device.arch == "sm_90" and hidden.element_size() == 2 and hidden_mode == weight_mode == _TMA.value
-        if simple and by_tma and (pingpong := _pingpong()) and pingpong.can_read(operands, kinds, used, shift):
+        if simple and by_tma and (pingpong := _pingpong()) and pingpong.can_read(kinds, used):
             args = (seed, out, words, operands, strides, id_base, programs[0], kinds, used, exchange == "words")
             with _on(hidden.device):
                 pingpong.launch(hidden_arg, weight_arg, *args, tile, device.num_sms)

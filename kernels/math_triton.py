@@ -26,8 +26,10 @@ __all__ = [
     "round_bf16",
     "round_f16",
     "sigmoid",
+    "spread",
     "tanh",
     "where_byte",
+    "where_word",
 ]
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -66,12 +68,24 @@ def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
 
 
 @triton.jit
+def spread(x, acc):
+    """x [BV], a value a token, as a row [1, BV] of acc [BB, BV]."""
+    return x[None, :]
+
+
+@triton.jit
 def four_bytes(words):
     """The bytes of words [BB, BV / 4], int32 [BB, BV]: each where it stands in its word, zeros around it."""
     BB: tl.constexpr = words.shape[0]
     BV: tl.constexpr = words.shape[1] * 4
     byte = 0xFF << (tl.arange(0, BV) % 4 * 8)
     return tl.broadcast_to(words[:, :, None], (BB, BV // 4, 4)).reshape(BB, BV) & byte[None, :]
+
+
+@triton.jit
+def where_word(mask, x, y):
+    """x where mask, of `four_bytes`, is not zero, else y."""
+    return tl.where(mask != 0, x, y)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def laid_as(x, like):
 
 
 @triton.jit
-def _halves(x, BB: tl.constexpr, NG: tl.constexpr, WIDTH: tl.constexpr):
+def halves(x, BB: tl.constexpr, NG: tl.constexpr, WIDTH: tl.constexpr):
     """Split [BB, NG, WIDTH] on the top bit of the last axis: two [BB, NG, WIDTH / 2]."""
     return tl.split(x.reshape(BB, NG, 2, WIDTH // 2).permute(0, 1, 3, 2))
 
@@ -46,7 +46,7 @@ def _sides(x, high):
 
 
 @triton.constexpr_function
-def _levels(group):
+def levels(group):
     """How many bits a position inside a group has above bit 2."""
     return group.bit_length() - 4
 
@@ -54,12 +54,18 @@ def _levels(group):
 @triton.jit
 def _group_mass(p, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
     """The total [BB, NG] of p [BB, NG, G], added up in the tournament's order."""
-    LEVELS: tl.constexpr = _levels(G)
+    LEVELS: tl.constexpr = levels(G)
     for level in tl.static_range(LEVELS):
-        s0, s1 = _halves(p, BB, NG, G >> level)
+        s0, s1 = halves(p, BB, NG, G >> level)
         p = s0 + s1
     s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
     return tl.sum(tl.sum((s0 + s1).reshape(BB, NG, 2, 2), 2), 2)
+
+
+@triton.jit
+def group_top(x, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
+    """The maximum [BB, NG] of x [BB, NG, G]."""
+    return tl.max(x, 2)
 
 
 @triton.jit
@@ -67,7 +73,7 @@ def group_scores(logits, NG: tl.constexpr, G: tl.constexpr):
     """What `offer_draw` wants of logits [BB, NG * G]: p [BB, NG, G], top and mass [BB, NG]."""
     BB: tl.constexpr = logits.shape[0]
     x = logits.reshape(BB, NG, G)
-    top = tl.max(x, 2) * _LOG2_E
+    top = group_top(x, BB, NG, G) * _LOG2_E
     # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
     top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
     p = tl.exp2(x * _LOG2_E - top[:, :, None])
@@ -88,11 +94,11 @@ def _merge(s0, s1, i0, i1, u, BIT: tl.constexpr):
 @triton.jit
 def _tournament(p, words, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
     """The winner's position [BB, NG] inside each group, drawn with probability p / sum p; p is [BB, NG, G]."""
-    LEVELS: tl.constexpr = _levels(G)
+    LEVELS: tl.constexpr = levels(G)
     i = laid_as(tl.zeros((BB, NG, G), tl.int32), p)
     for level in tl.static_range(LEVELS):
-        s0, s1 = _halves(p, BB, NG, G >> level)
-        i0, i1 = _halves(i, BB, NG, G >> level)
+        s0, s1 = halves(p, BB, NG, G >> level)
+        i0, i1 = halves(i, BB, NG, G >> level)
         p, i = _merge(s0, s1, i0, i1, uniform(words[level])[:, :, None], G >> (level + 1))
     s0, s1 = tl.split(p.reshape(BB, NG, 4, 2))
     i0, i1 = tl.split(i.reshape(BB, NG, 4, 2))
@@ -299,8 +305,10 @@ def offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, op
     cols = v0 + tl.arange(0, BV)
     col_mask = (cols >= 0) & (cols < V)
     logits = EPILOGUE(acc, early, load_operands(LATE, operands, operand_strides, rows, v0, B, V, BV))
-    if (v0 < 0) | (v0 + BV > V):  # only the first and the last tile
+    outside = tl.cdiv(tl.maximum(tl.maximum(v0 + BV - V, -v0), 0), BV)
+    while outside > 0:
         logits = tl.where(col_mask[None, :], logits, -_INF)
+        outside -= 1
     if GREEDY:
         offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words, BB), id_base, BV, INTERPRET)
     else:

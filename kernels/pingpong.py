@@ -38,6 +38,9 @@ _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.s
 _BLOCK = 128
 """Rows and ids of a tile: what half a multiprocessor has registers for."""
 
+_IN_FLIGHT = gl.constexpr(2)
+"""Steps of a product that the matrix unit has yet to finish when a group gives the stage before them back."""
+
 # A tile is offered half at a time: the code of a whole one, twice, would not fit the instruction cache, and that costs
 # more than all it does. The matrix unit leaves rows 16 w + 8 h + r in warp w, as h of its registers.
 _TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
@@ -48,11 +51,23 @@ _HALF = gl.constexpr(
         [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], *_LANES], _WARPS, [], [64, 128]
     )
 )
-_PAIRS = gl.constexpr(  # of neighbours in a row
-    gl.DistributedLinearLayout([[0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 64])
+# Where a mask is packed, by two warps, [16, 32] words of four bytes at a time; and where a half reads it, [64, 4] words of
+# 32 bits, which the four threads that share a row share too (the last axis).
+_FOURS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0]))
+_BITS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0]],
+        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[8, 0, 0], [16, 0, 0], [32, 0, 0]],
+        [],
+        [64, 4, 4],
+    )
 )
+_TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+_IN_ORDER_1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # Four threads share a row: one element each, for `_read_best`.
-_FOURS = gl.constexpr(gl.DistributedLinearLayout([], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
+_COPIES = gl.constexpr(gl.DistributedLinearLayout([], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
 
 # One parameter a line would bury the code.
 # fmt: off
@@ -71,15 +86,29 @@ def _half_rows(b0, BB: gl.constexpr):
     return b0 + i // 8 * 16 + i % 8
 
 
-@instead_of(offers.load_operands)
+@instead_of(math_triton.spread)
 @gluon.jit
-def _load_operands(LOADS: gl.constexpr, operands, strides, rows, v0, B, V, BV: gl.constexpr):
+def _spread(x, acc):
+    return x.load(gl.SliceLayout(0, acc.type.layout))[None, :]
+
+
+@gluon.jit
+def _load(LOADS: gl.constexpr, operands, strides, rows, v0, B, V, BV: gl.constexpr):
     if LOADS is None:
         return ()
     else:
-        # Opaque, so that a half computes its addresses: else they would wait in registers for the next one.
-        v0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v0], dtype=gl.int32, is_pure=False, pack=1)
         return LOADS(operands, strides, rows, v0, B, V, BV)
+
+
+@gluon.jit
+def _keep_tokens(values, columns, FIRST: gl.constexpr):
+    """Put values by token, one a thread, to where each thread will find those of its columns."""
+    places = ()
+    for n in gl.static_range(len(values)):
+        place = columns.index(FIRST + n)
+        place.store(gl.set_auto_layout(values[n], _TOKENS).to(gl.float32))
+        places = places + (place,)  # noqa: RUF005 - no stars in kernels
+    return places
 
 
 @instead_of(offers.laid_as)
@@ -103,21 +132,84 @@ def _best_key_of(words, BB: gl.constexpr):
     return gl.max((words >> 32).to(gl.uint32), 1)
 
 
+_split = twin(offers.halves)
+
+
+@instead_of(offers.group_top)
+@gluon.jit
+def _group_top(x, BB: gl.constexpr, NG: gl.constexpr, G: gl.constexpr):
+    # As a tree: a reduction would be a chain in each thread.
+    LEVELS: gl.constexpr = offers.levels(G)
+    top = x
+    for level in gl.static_range(LEVELS):
+        a, b = _split(top, BB, NG, G >> level)
+        top = gl.maximum(a, b)
+    return gl.convert_layout(gl.max(top, 2), gl.SliceLayout(2, x.type.layout))
+
+
 @gluon.jit
 def _read_best(best, b0, B):
     """`offers.read_best` of half a tile: of the four threads that share a row one reads, and all agree."""
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, _FOURS))[:, None]
-    copy = gl.arange(0, 4, layout=gl.SliceLayout(0, _FOURS))[None, :]
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, _COPIES))[:, None]
+    copy = gl.arange(0, 4, layout=gl.SliceLayout(0, _COPIES))[None, :]
     row = b0 + i // 8 * 16 + i % 8 + copy * 0
     return gl.load(best + row, mask=(row < B) & (copy == 0), other=0, volatile=True)
 
 
+@gluon.jit
+def _pack_masks(masks, masks_full, masks_empty, num_tiles, num_b, shift, B, V, operands, strides, MASKS: gl.constexpr,
+                BLOCK: gl.constexpr):
+    """Pack the bytes of each tile's mask to bits: of 32 columns, bit 8 i + j is column 4 j + i."""
+    if MASKS is not None:
+        which = 0
+        phase = 1
+        for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+            v0 = tile // num_b * BLOCK - shift
+            b0 = tile % num_b * BLOCK
+            mbarrier.wait(masks_empty.index(which), phase)
+            for part in range(8):  # four to a half
+                i = gl.arange(0, 16, layout=gl.SliceLayout(1, _FOURS))
+                rows = b0 + part // 4 * 8 + part % 4 * 32 + i // 8 * 16 + i % 8
+                words = MASKS(operands, strides, rows, v0, B, V, BLOCK)[0]
+                words |= (words & 0x7F7F7F7F) + 0x7F7F7F7F  # the sign of each byte: whether it is not zero
+                words = words.reshape(16, 4, 8)
+                j = gl.arange(0, 8)[None, None, :]
+                bits = gl.sum((words >> (7 - j)) & (0x01010101 << j), 2)
+                masks.index(which * 8 + part).store(bits)
+            mbarrier.arrive(masks_full.index(which), count=1)
+            if which == 1:
+                phase ^= 1
+            which ^= 1
+
+
 @instead_of(math_triton.four_bytes)
 @gluon.jit
-def _pair_bytes(pairs):
-    """The bytes of pairs, int32 [64, 128]: each where it stands in its pair, zeros around it."""
-    pairs = pairs.to(gl.int32)
-    return gl.convert_layout(gl.join(pairs & 0xFF, pairs & 0xFF00).reshape(64, 128), _HALF)
+def _spread_bits(mask):
+    """The mask of half a tile, int32 [64, 128]: all ones or zero. mask: its bits, from `_pack_masks`."""
+    thread = gl.arange(0, 4)[None, None, :]  # of a row: it has columns 2 thread + e of every eight
+    bits = mask.load(gl.SliceLayout(2, _BITS))[:, :, None] >> (thread % 2 * 16 + thread // 2)
+    # A permutation of bytes can spread a byte's sign over a word.
+    TEXT: gl.constexpr = (
+        "{ .reg .b32 t; shl.b32 t, $8, 7; prmt.b32 $0, t, 0, 0x8888; prmt.b32 $1, t, 0, 0x9999; "
+        "shl.b32 t, $8, 5; prmt.b32 $2, t, 0, 0x8888; prmt.b32 $3, t, 0, 0x9999; "
+        "shl.b32 t, $8, 3; prmt.b32 $4, t, 0, 0x8888; prmt.b32 $5, t, 0, 0x9999; "
+        "shl.b32 t, $8, 1; prmt.b32 $6, t, 0, 0x8888; prmt.b32 $7, t, 0, 0x9999; }"
+    )
+    x00, x01, x10, x11, x20, x21, x30, x31 = gl.inline_asm_elementwise(
+        TEXT, "=r,=r,=r,=r,=r,=r,=r,=r,r", [bits], is_pure=True, pack=1,
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32))
+    low = gl.join(gl.join(x00, x01), gl.join(x10, x11))
+    high = gl.join(gl.join(x20, x21), gl.join(x30, x31))
+    x = gl.join(low, high).permute(0, 1, 5, 4, 2, 3)  # row, 32 columns, 16, 8, thread, e
+    return gl.convert_layout(x.reshape(64, 128), _HALF)
+
+
+@instead_of(math_triton.where_word)
+@gluon.jit
+def _where_word(mask, x, y):
+    # Not by comparing: predicates are few, and moving them to a register and back costs more than all of this.
+    return gl.inline_asm_elementwise("lop3.b32 $0, $1, $2, $3, 0xca;", "=r,r,f,f", [mask, x, y], dtype=gl.float32,
+                                     is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -147,8 +239,8 @@ def _halves(x):
 
 
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
+def _before(stage, N: gl.constexpr, STAGES: gl.constexpr):
+    return gl.where(stage < N, stage + STAGES - N, stage - N)
 
 
 _offer_tile = twin(offers.offer_tile)
@@ -156,13 +248,11 @@ _finish = twin(offers.finish)
 
 
 @gluon.jit
-def _fill(hidden, weight, mask, h_ring, w_ring, masks, full, empty, masks_full, masks_empty, num_tiles, num_b, steps,
-          shift, BLOCK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """Copy the blocks of all the program's tiles, in their order, and each tile's mask along with them."""
+def _fill(hidden, weight, h_ring, w_ring, full, empty, num_tiles, num_b, steps, shift, BLOCK: gl.constexpr,
+          BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """Copy the blocks of all the program's tiles, in their order."""
     stage = 0
     phase = 1  # of a barrier that nobody has arrived at, the phase before counts as passed
-    which = 0
-    mask_phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         v0 = tile // num_b * BLOCK - shift
         b0 = tile % num_b * BLOCK
@@ -175,32 +265,26 @@ def _fill(hidden, weight, mask, h_ring, w_ring, masks, full, empty, masks_full, 
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-            if mask is not None:
-                # Once its group is at this tile, it has done with the mask of its last: no copy has to wait.
-                if step == gl.minimum(steps - 1, STAGES):
-                    mbarrier.wait(masks_empty.index(which), mask_phase)
-                    mbarrier.expect(masks_full.index(which), BLOCK * BLOCK)
-                    for i in range(16):
-                        _copy(mask, [b0 + i // 8 * 8 + i % 8 * 16, v0], masks_full.index(which),
-                              masks.index(which * 16 + i))
-        if which == 1:
-            mask_phase ^= 1
-        which ^= 1
 
 
 @gluon.jit
-def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, full, empty, masks_full, masks_empty, turns, num_tiles,
-                num_b, steps, shift, B, V, id_base, seed, best, operands, strides, EARLY: gl.constexpr,
-                LATE: gl.constexpr, EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr,
-                MASKED: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty, masks_full, masks_empty, turns,
+                num_tiles, num_b, steps, shift, B, V, id_base, seed, best, operands, strides, TOKENS: gl.constexpr,
+                NUM_TOKENS: gl.constexpr, ROWS: gl.constexpr, EPILOGUE: gl.constexpr, GREEDY: gl.constexpr,
+                ROW_SEEDS: gl.constexpr, MASKED: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr,
+                BLOCK: gl.constexpr, STAGES: gl.constexpr):
     """Multiply and offer every second tile of the program, from its first one on or from its second."""
     step0 = WHICH * steps  # the program's steps before this tile
     turn = 0
     for tile in range(gl.program_id(0) + WHICH * gl.num_programs(0), num_tiles, 2 * gl.num_programs(0)):
         v0 = tile // num_b * BLOCK - shift
         b0 = tile % num_b * BLOCK
+        # All that does not need the product.
         words = _read_best(best, b0, B)
-        early = _load_operands(EARLY, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
+        next_words = _read_best(best, b0 + 8, B)
+        rows = _load(ROWS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
+        next_rows = _load(ROWS, operands, strides, _half_rows(b0 + 8, BLOCK // 2), v0, B, V, BLOCK)
+        tokens = _load(TOKENS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
         acc = gl.zeros((BLOCK, BLOCK), gl.float32, _TILE)
         mbarrier.wait(turns.index(WHICH), turn)
         stage = step0 % STAGES
@@ -208,31 +292,31 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, full, empty, masks_f
         for step in range(steps):
             mbarrier.wait(full.index(stage), phase)
             acc = warpgroup_mma(h_ring.index(stage), w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
+            acc = warpgroup_mma_wait(_IN_FLIGHT, deps=[acc])
             # An arrival is one thread's, and waits for all of the group first.
-            mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > 0)
+            mbarrier.arrive(empty.index(_before(stage, _IN_FLIGHT, STAGES)), pred=step >= _IN_FLIGHT)
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
         mbarrier.arrive(turns.index(1 - WHICH), count=1)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
+        for n in gl.static_range(1, _IN_FLIGHT + 1):
+            mbarrier.arrive(empty.index(_before(stage, n, STAGES)), pred=steps >= n)
+        tokens = _keep_tokens(tokens, columns, WHICH * NUM_TOKENS)
+        x, next_x = _halves(acc if PACK is None else _pack(acc, PACK))
         if MASKED:
             mbarrier.wait(masks_full.index(WHICH), turn)
-        x, other = _halves(acc if PACK is None else _pack(acc, PACK))
         for half in range(gl.where(b0 + 8 < B, 2, 1)):
-            row0 = b0 + half * 8
-            next_words = _read_best(best, b0 + 8, B)
-            next_early = _load_operands(EARLY, operands, strides, _half_rows(b0 + 8, BLOCK // 2), v0, B, V, BLOCK)
             logits = x if PACK is None else _unpack(x, PACK)
+            kept = tokens + rows
             if MASKED:
-                early = (masks.index(WHICH * 2 + half).load(_PAIRS),) + early  # noqa: RUF005 - no stars in kernels
-            _offer_tile(logits, v0, row0, B, V, id_base, 1, seed, best, words, operands, strides, early, LATE,
-                        EPILOGUE, None, GREEDY, False, ROW_SEEDS, True, G, BLOCK // 2, BLOCK, 256, False)
+                kept = (masks.index(WHICH * 2 + half),) + kept  # noqa: RUF005 - no stars in kernels
+            _offer_tile(logits, v0, b0 + half * 8, B, V, id_base, 1, seed, best, words, operands, strides, kept, None, EPILOGUE, None, GREEDY, False, ROW_SEEDS, True, G,
+                        BLOCK // 2, BLOCK, 256, False)
+            x = next_x
             words = next_words
-            early = next_early
-            x = other
+            rows = next_rows
         if MASKED:
             mbarrier.arrive(masks_empty.index(WHICH), count=1)
         step0 += 2 * steps
@@ -240,16 +324,17 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, full, empty, masks_f
 
 
 @gluon.jit(do_not_specialize=["B", "id_base"])
-def pingpong_kernel(hidden, weight, mask, seed, out, scratch_words, operands, strides, B, V, D, id_base, shift,
-                    EARLY: gl.constexpr, LATE: gl.constexpr, EPILOGUE: gl.constexpr, GREEDY: gl.constexpr,
-                    ROW_SEEDS: gl.constexpr, WORDS: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr,
+def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides, B, V, D, id_base, shift,
+                    MASKS: gl.constexpr, TOKENS: gl.constexpr, NUM_TOKENS: gl.constexpr, ROWS: gl.constexpr,
+                    EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr, WORDS: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr,
                     BLOCK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """hidden [B, D], weight [V, D], mask None or bytes [B, V]: descriptors; out int64 [B, 1].
+    """hidden [B, D], weight [V, D]: descriptors; out int64 [B, 1].
 
+    MASKS, TOKENS, ROWS: how to load a mask, NUM_TOKENS operands by token, and those by row or of one value.
     PACK: None, or "bf16" or "f16", to which the program rounds first: left out of EPILOGUE, and done here.
     The other arguments are those of `gemm_sample_kernel`.
     """
-    MASKED: gl.constexpr = mask is not None
+    MASKED: gl.constexpr = MASKS is not None
     best = (scratch_words + 1).to(gl.pointer_type(gl.uint64), bitcast=True)
     num_b = gl.cdiv(B, BLOCK)
     num_tiles = gl.cdiv(V + shift, BLOCK) * num_b
@@ -260,15 +345,18 @@ def pingpong_kernel(hidden, weight, mask, seed, out, scratch_words, operands, st
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    masks_full = turns  # of no use without a mask
+    columns = turns  # of no use without values by token, and so on without a mask
+    masks_full = turns
     masks_empty = turns
     masks = turns
-    pairs = turns
+    halves_masks = turns
+    if NUM_TOKENS:
+        columns = gl.allocate_shared_memory(gl.float32, [2 * NUM_TOKENS, BLOCK], _IN_ORDER_1)
     if MASKED:
         masks_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
         masks_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-        masks = gl.allocate_shared_memory(mask.dtype, [32, 8, BLOCK], mask.layout)  # by warp, half and group
-        pairs = _reinterpret(masks, gl.int16, [4, BLOCK // 2, BLOCK // 2], gl.NVMMASharedLayout(128, 16, 2))
+        masks = gl.allocate_shared_memory(gl.int32, [16, BLOCK // 8, BLOCK // 32], _IN_ORDER)
+        halves_masks = _reinterpret(masks, gl.int32, [4, BLOCK // 2, BLOCK // 32], _IN_ORDER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -280,15 +368,15 @@ def pingpong_kernel(hidden, weight, mask, seed, out, scratch_words, operands, st
     mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_take_turns, (0, h_ring, w_ring, pairs, full, empty, masks_full, masks_empty, turns, num_tiles, num_b, steps,
-                       shift, B, V, id_base, seed, best, operands, strides, EARLY, LATE, EPILOGUE, GREEDY, ROW_SEEDS,
-                       MASKED, PACK, G, BLOCK, STAGES)),
-        (_take_turns, (1, h_ring, w_ring, pairs, full, empty, masks_full, masks_empty, turns, num_tiles, num_b, steps,
-                       shift, B, V, id_base, seed, best, operands, strides, EARLY, LATE, EPILOGUE, GREEDY, ROW_SEEDS,
-                       MASKED, PACK, G, BLOCK, STAGES)),
-        (_fill, (hidden, weight, mask, h_ring, w_ring, masks, full, empty, masks_full, masks_empty, num_tiles, num_b,
-                 steps, shift, BLOCK, BLOCK_D, STAGES)),
-    ], [8, 1], [112, 24])
+        (_take_turns, (0, h_ring, w_ring, halves_masks, columns, full, empty, masks_full, masks_empty, turns, num_tiles,
+                       num_b, steps, shift, B, V, id_base, seed, best, operands, strides, TOKENS, NUM_TOKENS, ROWS,
+                       EPILOGUE, GREEDY, ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
+        (_take_turns, (1, h_ring, w_ring, halves_masks, columns, full, empty, masks_full, masks_empty, turns, num_tiles,
+                       num_b, steps, shift, B, V, id_base, seed, best, operands, strides, TOKENS, NUM_TOKENS, ROWS,
+                       EPILOGUE, GREEDY, ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
+        (_fill, (hidden, weight, h_ring, w_ring, full, empty, num_tiles, num_b, steps, shift, BLOCK, BLOCK_D, STAGES)),
+        (_pack_masks, (masks, masks_full, masks_empty, num_tiles, num_b, shift, B, V, operands, strides, MASKS, BLOCK)),
+    ], [8, 1, 2], [112, 32, 32])
     tl.debug_barrier()
     done = gl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
     if done == gl.num_programs(0) - 1:
@@ -302,21 +390,11 @@ def pingpong_kernel(hidden, weight, mask, seed, out, scratch_words, operands, st
 # fmt: on
 
 
-def can_read(operands: list[Tensor], kinds: tuple[Kind, ...], used: list[int], shift: int) -> bool:
-    """Whether the kernel reads these operands: of those of [B, V], only one, a mask that the copy engine can take.
-
-    shift: how far the first tile starts before the operands' first column.
-    """
-    masks = [n for n in used if kinds[n].shape == "full"]
-    if len(masks) > 1 or any(kinds[n].dtype != torch.bool for n in masks):
-        return False
-    if masks and shift % 16:  # the copy engine's inner offset must be a multiple of 16 bytes
-        return False
-    for mask in (operands[n] for n in masks):
-        rows, columns = mask.stride()
-        if mask.data_ptr() % 16 or columns != 1 or rows % 16 or rows < mask.shape[1]:
-            return False
-    return True
+def can_read(kinds: tuple[Kind, ...], used: list[int]) -> bool:
+    """Whether the kernel reads these operands: of those of [B, V] only one, a mask that can be read four at a time."""
+    full = [kinds[n] for n in used if kinds[n].shape == "full"]
+    tokens = sum(kinds[n].shape == "token" for n in used)
+    return len(full) <= 1 and all(kind.by_four for kind in full) and tokens <= _MAX_TOKENS
 
 
 def launch(
@@ -343,29 +421,36 @@ def launch(
     vocab = weight.shape[0]
     shift = id_base % GROUP
     masks = tuple(n for n in used if kinds[n].shape == "full")
-    kinds = tuple(kind._replace(by_four=n in masks) for n, kind in enumerate(kinds))  # here by pairs
-    # A value a token would wait in a quarter of the registers, and is in the cache from the first quarter on.
-    late = tuple(n for n in used if kinds[n].shape == "token")
-    early = tuple(n for n in used if n not in masks + late)
-    loads_early, loads_late = (loads and twin(loads) for loads in (emit_loads(kinds, early), emit_loads(kinds, late)))
+    tokens = tuple(n for n in used if kinds[n].shape == "token")
+    rows = tuple(n for n in used if n not in masks + tokens)
+    loads = [emit_loads(kinds, some) for some in (masks, tokens, rows)]
+    load_masks, load_tokens, load_rows = (some and twin(some) for some in loads)
     rounding, rest = program.after_rounding()
     num_tiles = -(-(vocab + shift) // _BLOCK) * -(-num_rows // _BLOCK)
     # fmt: off
     pingpong_kernel[(min(num_tiles, num_sms),)](
         _descriptor(hidden.base, hidden.strides, hidden.block_shape),
         _descriptor(weight.base, weight.strides, weight.block_shape),
-        _descriptor(operands[masks[0]].view(torch.uint8), strides[masks[0]], [8, _BLOCK]) if masks else None,
         seed, out, scratch_words, tuple(operands), strides, num_rows, vocab, depth, id_base, shift,
-        EARLY=loads_early, LATE=loads_late, EPILOGUE=twin(emit(rest, kinds, masks + early, late)),
+        MASKS=load_masks, TOKENS=load_tokens, NUM_TOKENS=len(tokens), ROWS=load_rows,
+        EPILOGUE=twin(emit(rest, kinds, masks + tokens + rows, ())),
         GREEDY=seed is None, ROW_SEEDS=seed is not None and seed.dim() == 1, WORDS=words, PACK=rounding, G=GROUP,
         BLOCK=_BLOCK, BLOCK_D=tile.block_d,
-        STAGES=tile.num_stages - bool(masks),  # a mask takes the place of a stage
+        STAGES=_stages(tile, len(masks), len(tokens)),
         num_warps=tile.num_warps, enable_fp_fusion=True,
     )
     # fmt: on
 
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.uint8: gl.uint8}
+def _stages(tile: Tile, num_masks: int, num_tokens: int) -> int:
+    """As many as the tile asks for and shared memory has room for, beside masks and values by token for each group."""
+    rest = 2 * (num_masks * _BLOCK * _BLOCK // 8 + num_tokens * _BLOCK * 4) + 2048  # barriers, and what reductions need
+    return min(tile.num_stages, (_SHARED_MEMORY - rest) // (2 * _BLOCK * tile.block_d * 2))
+
+
+_MAX_TOKENS = 8  # operands: they take a kilobyte each
+_SHARED_MEMORY = 232448  # bytes that a program can have on sm_90
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _descriptor(x: Tensor, strides: Sequence[int], block: list[int]) -> TensorDescriptor:

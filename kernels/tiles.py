@@ -33,6 +33,8 @@ class Tile:
     def __post_init__(self):
         if self.pingpong and (self.block_b, self.block_v, self.num_warps) != (128, 128, 8):
             raise ValueError(f"tiles of two groups that take turns are 128 by 128, by eight warps each, not {self}")
+        if self.pingpong and self.num_stages < 3:
+            raise ValueError(f"two groups that take turns need three stages or more, not {self.num_stages}")
         if self.block_v % GROUP:
             raise ValueError(f"block_v must be a multiple of the group size {GROUP}, not {self.block_v}")
 
