@@ -23,7 +23,15 @@ from .tiles import Case, Tile
 
 log = logging.getLogger(__name__)
 
-_SOURCES = ("gemm_sample.py", "offers.py", "epilogue_triton.py", "math_triton.py", "tiles.py")
+_SOURCES = (
+    "gemm_sample.py",
+    "pingpong.py",
+    "gluon_twin.py",
+    "offers.py",
+    "epilogue_triton.py",
+    "math_triton.py",
+    "tiles.py",
+)
 
 
 @functools.lru_cache(maxsize=4096)

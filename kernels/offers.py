@@ -305,6 +305,8 @@ def offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, op
     cols = v0 + tl.arange(0, BV)
     col_mask = (cols >= 0) & (cols < V)
     logits = EPILOGUE(acc, early, load_operands(LATE, operands, operand_strides, rows, v0, B, V, BV))
+    # Only the first and the last tile do this, once. Of a branch, or of a loop that is known to run once, the compiler
+    # would make selections, and every tile would do it.
     outside = tl.cdiv(tl.maximum(tl.maximum(v0 + BV - V, -v0), 0), BV)
     while outside > 0:
         logits = tl.where(col_mask[None, :], logits, -_INF)

@@ -51,8 +51,8 @@ _HALF = gl.constexpr(
         [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], *_LANES], _WARPS, [], [64, 128]
     )
 )
-# Where a mask is packed, by two warps, [16, 32] words of four bytes at a time; and where a half reads it, [64, 4] words of
-# 32 bits, which the four threads that share a row share too (the last axis).
+# Where a mask is packed, by two warps, [16, 32] words of four bytes at a time; and where half a tile reads it, [64, 4]
+# words of 32 bits, which the four threads that share a row share too (the last axis).
 _FOURS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0]))
 _BITS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -312,8 +312,8 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
             kept = tokens + rows
             if MASKED:
                 kept = (masks.index(WHICH * 2 + half),) + kept  # noqa: RUF005 - no stars in kernels
-            _offer_tile(logits, v0, b0 + half * 8, B, V, id_base, 1, seed, best, words, operands, strides, kept, None, EPILOGUE, None, GREEDY, False, ROW_SEEDS, True, G,
-                        BLOCK // 2, BLOCK, 256, False)
+            _offer_tile(logits, v0, b0 + half * 8, B, V, id_base, 1, seed, best, words, operands, strides, kept, None,
+                        EPILOGUE, None, GREEDY, False, ROW_SEEDS, True, G, BLOCK // 2, BLOCK, 256, False)
             x = next_x
             words = next_words
             rows = next_rows
@@ -326,8 +326,9 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
 @gluon.jit(do_not_specialize=["B", "id_base"])
 def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides, B, V, D, id_base, shift,
                     MASKS: gl.constexpr, TOKENS: gl.constexpr, NUM_TOKENS: gl.constexpr, ROWS: gl.constexpr,
-                    EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr, WORDS: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr,
-                    BLOCK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+                    EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr, WORDS: gl.constexpr,
+                    PACK: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr, BLOCK_D: gl.constexpr,
+                    STAGES: gl.constexpr):
     """hidden [B, D], weight [V, D]: descriptors; out int64 [B, 1].
 
     MASKS, TOKENS, ROWS: how to load a mask, NUM_TOKENS operands by token, and those by row or of one value.

@@ -77,25 +77,26 @@ def device_info(device: torch.device) -> DeviceInfo:
     return DeviceInfo(arch, properties.multi_processor_count, properties.major >= 9)
 
 
-# Faster than WIDE above 128 rows, but in no table yet: what racecheck finds in it is not explained.
 TURNS = Tile(128, 128, 64, num_warps=8, num_stages=6, pingpong=True)
-# Also what a call gets that asks for TURNS and is not for it.
+# What a call gets that TURNS is not for: several draws, say, or a weight that the copy engine cannot read.
 WIDE = Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False)
 # The last row whose batch limit is not exceeded wins. sm_90, 16-bit: measured on an H200.
 # Up to 64 rows two programs share a multiprocessor, and the loads of one fill the other's epilogue. Above, tiles are
-# too large for that, and above 128 rows too large for a loop that goes on loading during an epilogue.
+# too large for that, and above 128 rows two groups of warps take turns.
 _HOPPER_16 = {
     16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
     32: Tile(32, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
     64: Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
     128: Tile(128, 128, 64, num_warps=8, num_stages=6),
-    None: WIDE,
+    None: TURNS,
 }
 # At 64 rows and D = 2048 one program with deeper steps is faster. (Shorter products were not measured.)
 _HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=4)}
-# Long products hide what the wide tile's epilogue costs, and read the hidden states half as often. It also suits
-# operands that can only be read after the product. Up to 128 rows memory is the limit: a stage more.
+# At 128 rows, long products hide what the wide tile's epilogue costs, and read the hidden states half as often. Memory
+# is the limit there: a stage more.
 _HOPPER_16_LONG = _HOPPER_16 | {128: replace(WIDE, num_stages=4)}
+# The wide tile also suits operands that can only be read after the product.
+_HOPPER_16_LATE = _HOPPER_16_LONG | {None: WIDE}
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {
     16: Tile(16, 128, 64, num_warps=4, num_stages=4, flatten=False, use_tma=False),
@@ -135,7 +136,7 @@ def candidates(case: Case) -> list[Tile]:
     """Tiles worth measuring for `case`, the table's first."""
     found = [pick(case)]
     if case.arch != "cpu" and case.dtype != torch.float32:
-        tables = (_HOPPER_16, _HOPPER_16_SHORT, _HOPPER_16_LONG)
+        tables = (_HOPPER_16, _HOPPER_16_SHORT, _HOPPER_16_LONG, _HOPPER_16_LATE)
         others = [_of(table, case.batch) for table in (tables if case.arch.startswith("sm_") else ())]
         others += [_of(_POINTER_16, case.batch), *_of(_MORE_16, case.batch)]
         found += [_fit(tile, case) for tile in others]
@@ -154,7 +155,9 @@ def _table(case: Case) -> dict[int | None, Tile]:
         return _SINGLE_TF32 if case.tf32 and case.arch == "sm_90" else _SINGLE
     if case.arch not in ("sm_90", "sm_100", "sm_103"):
         return _POINTER_16
-    if case.late or case.hidden > 5120:
+    if case.late:
+        return _HOPPER_16_LATE
+    if case.hidden > 5120:
         return _HOPPER_16_LONG
     return _HOPPER_16 if case.hidden > 2048 else _HOPPER_16_SHORT
 
@@ -164,4 +167,6 @@ def _of(table, batch: int):
 
 
 def _fit(tile: Tile, case: Case) -> Tile:
+    if tile.pingpong and case.arch != "sm_90":  # which alone has that matrix unit
+        tile = WIDE
     return replace(tile, use_tma=False) if case.arch.startswith("gfx") else tile

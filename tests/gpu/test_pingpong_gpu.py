@@ -91,7 +91,7 @@ def test_programs_and_shards(launches, name, id_base):
 
 
 @pytest.mark.parametrize("stages", [3, 4, 7])
-@pytest.mark.parametrize("depth", [64, 320, 4096])
+@pytest.mark.parametrize("depth", [64, 192, 640, 4096])
 def test_rings_of_all_lengths(launches, stages, depth):
     """Fewer and more steps than stages, and many tiles a program."""
     tile = replace(TURNS, num_stages=stages)

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from fs_inductor.kernels import gemm_sample, scratch
-from fs_inductor.kernels.tiles import TURNS, Tile
+from fs_inductor.kernels.tiles import TURNS, WIDE, Tile
 
 DEVICE = "cuda"
 ROUND = {
@@ -57,6 +57,7 @@ def variants():
         {"rows": 20, "vocab": 700, "depth": 64, "id_base": 40},
         {"rows": 20, "vocab": 704, "depth": 64, "transposed": True},
         {"rows": 600, "vocab": 300, "depth": 64, "rich": False},
+        {"rows": 600, "vocab": 300, "depth": 64, "config": WIDE},
         {"rows": 300, "vocab": 20000, "depth": 520, "config": TURNS},
         {"rows": 300, "vocab": 20000, "depth": 520, "rich": False, "row_seeds": True, "id_base": 40, "config": TURNS},
         {"rows": 20, "vocab": 700, "depth": 64, "config": Tile(16, 128, 64, 4, 3, use_tma=False)},
