@@ -8,6 +8,7 @@ through `gluon_twin.py`, and so all of the epilogue, the noise and the tournamen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -421,26 +422,31 @@ def launch(
     num_rows, depth = hidden.shape
     vocab = weight.shape[0]
     shift = id_base % GROUP
-    masks = tuple(n for n in used if kinds[n].shape == "full")
-    tokens = tuple(n for n in used if kinds[n].shape == "token")
-    rows = tuple(n for n in used if n not in masks + tokens)
-    loads = [emit_loads(kinds, some) for some in (masks, tokens, rows)]
-    load_masks, load_tokens, load_rows = (some and twin(some) for some in loads)
-    rounding, rest = program.after_rounding()
+    functions, num_masks, num_tokens = _functions(program, kinds, tuple(used))
     num_tiles = -(-(vocab + shift) // _BLOCK) * -(-num_rows // _BLOCK)
     # fmt: off
     pingpong_kernel[(min(num_tiles, num_sms),)](
         _descriptor(hidden.base, hidden.strides, hidden.block_shape),
         _descriptor(weight.base, weight.strides, weight.block_shape),
         seed, out, scratch_words, tuple(operands), strides, num_rows, vocab, depth, id_base, shift,
-        MASKS=load_masks, TOKENS=load_tokens, NUM_TOKENS=len(tokens), ROWS=load_rows,
-        EPILOGUE=twin(emit(rest, kinds, masks + tokens + rows, ())),
-        GREEDY=seed is None, ROW_SEEDS=seed is not None and seed.dim() == 1, WORDS=words, PACK=rounding, G=GROUP,
-        BLOCK=_BLOCK, BLOCK_D=tile.block_d,
-        STAGES=_stages(tile, len(masks), len(tokens)),
+        **functions, NUM_TOKENS=num_tokens, GREEDY=seed is None, ROW_SEEDS=seed is not None and seed.dim() == 1,
+        WORDS=words, G=GROUP, BLOCK=_BLOCK, BLOCK_D=tile.block_d, STAGES=_stages(tile, num_masks, num_tokens),
         num_warps=tile.num_warps, enable_fp_fusion=True,
     )
     # fmt: on
+
+
+@functools.lru_cache(maxsize=1024)
+def _functions(program: Program, kinds: tuple[Kind, ...], used: tuple[int, ...]) -> tuple[dict, int, int]:
+    """The kernel's arguments that come of the program, and how many masks and operands by token it reads."""
+    masks = tuple(n for n in used if kinds[n].shape == "full")
+    tokens = tuple(n for n in used if kinds[n].shape == "token")
+    rows = tuple(n for n in used if n not in masks + tokens)
+    loads = [emit_loads(kinds, some) for some in (masks, tokens, rows)]
+    rounding, rest = program.after_rounding()
+    functions = dict(zip(("MASKS", "TOKENS", "ROWS"), (some and twin(some) for some in loads), strict=True))
+    functions |= {"EPILOGUE": twin(emit(rest, kinds, masks + tokens + rows, ())), "PACK": rounding}
+    return functions, len(masks), len(tokens)
 
 
 def _stages(tile: Tile, num_masks: int, num_tokens: int) -> int:
@@ -455,5 +461,9 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _descriptor(x: Tensor, strides: Sequence[int], block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(strides), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(strides), block, _layout(x.dtype, *block))
+
+
+@functools.lru_cache
+def _layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[dtype])
