@@ -129,7 +129,7 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
         else:
             lines.append(f"    x{n} = {op.spell(*inputs)}")
         terms[f"x{n}"] = result
-    widen = "" if len(result.axes) == 2 else "tl.full(acc.shape, 0.0, tl.float32) + "
+    widen = "" if len(result.axes) == 2 else "tl.zeros_like(acc) + "
     lines.append(f"    return {widen}{result.text}")
     return "\n".join(lines) + "\n"
 

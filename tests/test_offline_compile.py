@@ -41,6 +41,7 @@ CASES = [
     *((90, "bfloat16", 256, 2048, program, False, "WIDE") for program in (TEMPERED, MASKED)),
     (90, "float16", 256, 2048, TEMPERED, False),
     (90, "bfloat16", 256, 2048, ROUND, True),
+    (90, "bfloat16", 256, 2048, "x0 = mul(a0, 2.0)", False),  # nothing of the product
 ]
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, "gfx942": 65536}  # the most one block may have, in bytes
 

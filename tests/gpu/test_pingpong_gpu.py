@@ -56,6 +56,7 @@ PROGRAMS = {
     "nothing": ("", ""),
     "twice": ("x0 = round(acc, bf16); x1 = mul(acc, 0.5); x2 = add(x0, x1)", ""),
     "rounded twice": ("x0 = round(acc, bf16); x1 = div(x0, 0.7); x2 = round(x1, bf16)", ""),
+    "a constant": ("x0 = add(1.0, 2.0)", ""),
     "many biases": ("; ".join(f"x{n} = add({f'x{n - 1}' if n else 'acc'}, a{n})" for n in range(8)), "t" * 8),
     "scalar": ("x0 = round(acc, bf16); x1 = div(x0, a0)", "s"),
     "row": ("x0 = round(acc, bf16); x1 = div(x0, a0)", "r"),
