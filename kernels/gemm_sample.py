@@ -293,7 +293,9 @@ def _on(device: torch.device) -> AbstractContextManager:
 
 @functools.cache
 def _pingpong():
-    """The module of that kernel, or None where this Triton's Gluon is not the one it is written in."""
+    """The module of that kernel, or None where this Triton's Gluon is not the one it is written in, or interprets."""
+    if _INTERPRET:
+        return None
     try:
         from . import pingpong
     except Exception as error:

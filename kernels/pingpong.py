@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -183,12 +184,24 @@ def _pack_masks(masks, masks_full, masks_empty, num_tiles, num_b, shift, B, V, o
             which ^= 1
 
 
+# As functions, for what an epilogue calls: with a constexpr global, Triton 3.6 keys its cache by what else the process
+# compiled before.
+@triton.constexpr_function
+def _bits():
+    return _BITS.value
+
+
+@triton.constexpr_function
+def _half():
+    return _HALF.value
+
+
 @instead_of(math_triton.four_bytes)
 @gluon.jit
 def _spread_bits(mask):
     """The mask of half a tile, int32 [64, 128]: all ones or zero. mask: its bits, from `_pack_masks`."""
     thread = gl.arange(0, 4)[None, None, :]  # of a row: it has columns 2 thread + e of every eight
-    bits = mask.load(gl.SliceLayout(2, _BITS))[:, :, None] >> (thread % 2 * 16 + thread // 2)
+    bits = mask.load(gl.SliceLayout(2, _bits()))[:, :, None] >> (thread % 2 * 16 + thread // 2)
     # A permutation of bytes can spread a byte's sign over a word.
     TEXT: gl.constexpr = (
         "{ .reg .b32 t; shl.b32 t, $8, 7; prmt.b32 $0, t, 0, 0x8888; prmt.b32 $1, t, 0, 0x9999; "
@@ -202,7 +215,7 @@ def _spread_bits(mask):
     low = gl.join(gl.join(x00, x01), gl.join(x10, x11))
     high = gl.join(gl.join(x20, x21), gl.join(x30, x31))
     x = gl.join(low, high).permute(0, 1, 5, 4, 2, 3)  # row, 32 columns, 16, 8, thread, e
-    return gl.convert_layout(x.reshape(64, 128), _HALF)
+    return gl.convert_layout(x.reshape(64, 128), _half())
 
 
 @instead_of(math_triton.where_word)
@@ -431,7 +444,7 @@ def launch(
         seed, out, scratch_words, tuple(operands), strides, num_rows, vocab, depth, id_base, shift,
         **functions, NUM_TOKENS=num_tokens, GREEDY=seed is None, ROW_SEEDS=seed is not None and seed.dim() == 1,
         WORDS=words, G=GROUP, BLOCK=_BLOCK, BLOCK_D=tile.block_d, STAGES=_stages(tile, num_masks, num_tokens),
-        num_warps=tile.num_warps, enable_fp_fusion=True,
+        num_warps=tile.num_warps, enable_fp_fusion=True, sanitize_overflow=False,  # integers here wrap on purpose
     )
     # fmt: on
 

@@ -33,8 +33,8 @@ class Tile:
     def __post_init__(self):
         if self.pingpong and (self.block_b, self.block_v, self.num_warps) != (128, 128, 8):
             raise ValueError(f"tiles of two groups that take turns are 128 by 128, by eight warps each, not {self}")
-        if self.pingpong and self.num_stages < 3:
-            raise ValueError(f"two groups that take turns need three stages or more, not {self.num_stages}")
+        if self.pingpong and (self.num_stages < 3 or self.block_d > 128):  # fewer would have no room, and deadlock
+            raise ValueError(f"two groups that take turns need three stages or more, of 128 deep at most, not {self}")
         if self.block_v % GROUP:
             raise ValueError(f"block_v must be a multiple of the group size {GROUP}, not {self.block_v}")
 
@@ -139,7 +139,7 @@ def candidates(case: Case) -> list[Tile]:
         tables = (_HOPPER_16, _HOPPER_16_SHORT, _HOPPER_16_LONG, _HOPPER_16_LATE)
         others = [_of(table, case.batch) for table in (tables if case.arch.startswith("sm_") else ())]
         others += [_of(_POINTER_16, case.batch), *_of(_MORE_16, case.batch)]
-        found += [_fit(tile, case) for tile in others]
+        found += [tile for tile in (_fit(tile, case) for tile in others) if not (tile.pingpong and case.late)]
     return list(dict.fromkeys(found))
 
 
