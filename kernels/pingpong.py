@@ -1,9 +1,9 @@
 """The fused kernel for large batches on Hopper: two groups of warps take turns at the matrix unit.
 
 While one multiplies its tile of [128 rows, 128 ids], the other one offers the candidates of its own, so that of the two
-the longer is what a tile costs, and not their sum. A third group, a warp, keeps a ring of operand blocks filled for
-both. Triton cannot say that on Hopper, so this is in Gluon; what becomes of a tile it shares with `gemm_sample.py`
-through `gluon_twin.py`, and so all of the epilogue, the noise and the tournament.
+the longer is what a tile costs, and not their sum. A warp keeps a ring of operand blocks filled for both, and two more
+pack the bytes of a mask to bits. Triton cannot say that on Hopper, so this is in Gluon; what becomes of a tile it
+shares with `gemm_sample.py` through `gluon_twin.py`, and so all of the epilogue, the noise and the tournament.
 """
 
 from __future__ import annotations
