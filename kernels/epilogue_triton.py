@@ -108,7 +108,7 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
                 place = f"b{n}"
             unread[f"a{n}"] = f"    a{n} = {_value(place, use, kind)}"
             if kind.shape == "full" and kind.dtype == torch.bool:
-                masks[f"a{n}"] = f"{'where_word' if kind.by_four else 'where_byte'}({place}"
+                masks[f"a{n}"] = "where_word" if kind.by_four else "where_byte", place
     softcaps = find_softcaps(program)
     result = terms["acc"]
     for n, one in enumerate(program.instructions):
@@ -125,7 +125,8 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
             result = _literal(op.torch(*(constant(term.literal) for term in inputs)).item())
         elif mask:
             values = (term.text if term.literal is None else spell_block(term.literal) for term in inputs[1:])
-            lines.append(f"    x{n} = {mask}, {', '.join(values)})")
+            where, place = mask
+            lines.append(f"    x{n} = {where}({place}, {', '.join(values)})")
         else:
             lines.append(f"    x{n} = {op.spell(*inputs)}")
         terms[f"x{n}"] = result

@@ -63,7 +63,7 @@ def _group_mass(p, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def group_top(x, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
+def group_top(x):
     """The maximum [BB, NG] of x [BB, NG, G]."""
     return tl.max(x, 2)
 
@@ -73,7 +73,7 @@ def group_scores(logits, NG: tl.constexpr, G: tl.constexpr):
     """What `offer_draw` wants of logits [BB, NG * G]: p [BB, NG, G], top and mass [BB, NG]."""
     BB: tl.constexpr = logits.shape[0]
     x = logits.reshape(BB, NG, G)
-    top = group_top(x, BB, NG, G) * _LOG2_E
+    top = group_top(x) * _LOG2_E
     # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
     top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
     p = tl.exp2(x * _LOG2_E - top[:, :, None])

@@ -95,14 +95,6 @@ def _spread(x, acc):
 
 
 @gluon.jit
-def _load(LOADS: gl.constexpr, operands, strides, rows, v0, B, V, BV: gl.constexpr):
-    if LOADS is None:
-        return ()
-    else:
-        return LOADS(operands, strides, rows, v0, B, V, BV)
-
-
-@gluon.jit
 def _keep_tokens(values, columns, FIRST: gl.constexpr):
     """Put values by token, one a thread, to where each thread will find those of its columns."""
     places = ()
@@ -139,8 +131,11 @@ _split = twin(offers.halves)
 
 @instead_of(offers.group_top)
 @gluon.jit
-def _group_top(x, BB: gl.constexpr, NG: gl.constexpr, G: gl.constexpr):
+def _group_top(x):
     # As a tree: a reduction would be a chain in each thread.
+    BB: gl.constexpr = x.shape[0]
+    NG: gl.constexpr = x.shape[1]
+    G: gl.constexpr = x.shape[2]
     LEVELS: gl.constexpr = offers.levels(G)
     top = x
     for level in gl.static_range(LEVELS):
@@ -257,6 +252,7 @@ def _before(stage, N: gl.constexpr, STAGES: gl.constexpr):
     return gl.where(stage < N, stage + STAGES - N, stage - N)
 
 
+_load_operands = twin(offers.load_operands)
 _offer_tile = twin(offers.offer_tile)
 _finish = twin(offers.finish)
 
@@ -296,9 +292,9 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
         # All that does not need the product.
         words = _read_best(best, b0, B)
         next_words = _read_best(best, b0 + 8, B)
-        rows = _load(ROWS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
-        next_rows = _load(ROWS, operands, strides, _half_rows(b0 + 8, BLOCK // 2), v0, B, V, BLOCK)
-        tokens = _load(TOKENS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
+        rows = _load_operands(ROWS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
+        next_rows = _load_operands(ROWS, operands, strides, _half_rows(b0 + 8, BLOCK // 2), v0, B, V, BLOCK)
+        tokens = _load_operands(TOKENS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
         acc = gl.zeros((BLOCK, BLOCK), gl.float32, _TILE)
         mbarrier.wait(turns.index(WHICH), turn)
         stage = step0 % STAGES

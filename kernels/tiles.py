@@ -95,8 +95,6 @@ _HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=
 # At 128 rows, long products hide what the wide tile's epilogue costs, and read the hidden states half as often. Memory
 # is the limit there: a stage more.
 _HOPPER_16_LONG = _HOPPER_16 | {128: replace(WIDE, num_stages=4)}
-# The wide tile also suits operands that can only be read after the product.
-_HOPPER_16_LATE = _HOPPER_16_LONG | {None: WIDE}
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {
     16: Tile(16, 128, 64, num_warps=4, num_stages=4, flatten=False, use_tma=False),
@@ -121,7 +119,7 @@ _MORE_16 = {
     32: (Tile(32, 128, 128, num_warps=4, num_stages=5), Tile(32, 128, 64, num_warps=4, num_stages=5)),
     64: (Tile(64, 128, 64, num_warps=4, num_stages=8), Tile(64, 256, 64, num_warps=8, num_stages=4)),
     128: (Tile(128, 128, 64, num_warps=8, num_stages=5), Tile(128, 256, 64, num_warps=8, num_stages=4)),
-    None: (replace(WIDE, num_stages=4),),
+    None: (WIDE, replace(WIDE, num_stages=4)),
 }
 # The interpreter pays per program and per operation, not per lane.
 _INTERPRETER = {16: Tile(16, 512, 256, 4, 1), None: Tile(64, 512, 256, 4, 1)}
@@ -136,10 +134,10 @@ def candidates(case: Case) -> list[Tile]:
     """Tiles worth measuring for `case`, the table's first."""
     found = [pick(case)]
     if case.arch != "cpu" and case.dtype != torch.float32:
-        tables = (_HOPPER_16, _HOPPER_16_SHORT, _HOPPER_16_LONG, _HOPPER_16_LATE)
+        tables = (_HOPPER_16, _HOPPER_16_SHORT, _HOPPER_16_LONG)
         others = [_of(table, case.batch) for table in (tables if case.arch.startswith("sm_") else ())]
         others += [_of(_POINTER_16, case.batch), *_of(_MORE_16, case.batch)]
-        found += [tile for tile in (_fit(tile, case) for tile in others) if not (tile.pingpong and case.late)]
+        found += [_fit(tile, case) for tile in others]
     return list(dict.fromkeys(found))
 
 
@@ -155,9 +153,7 @@ def _table(case: Case) -> dict[int | None, Tile]:
         return _SINGLE_TF32 if case.tf32 and case.arch == "sm_90" else _SINGLE
     if case.arch not in ("sm_90", "sm_100", "sm_103"):
         return _POINTER_16
-    if case.late:
-        return _HOPPER_16_LATE
-    if case.hidden > 5120:
+    if case.late or case.hidden > 5120:
         return _HOPPER_16_LONG
     return _HOPPER_16 if case.hidden > 2048 else _HOPPER_16_SHORT
 
@@ -167,6 +163,6 @@ def _of(table, batch: int):
 
 
 def _fit(tile: Tile, case: Case) -> Tile:
-    if tile.pingpong and case.arch != "sm_90":  # which alone has that matrix unit
+    if tile.pingpong and (case.arch != "sm_90" or case.late):  # only Hopper has that matrix unit
         tile = WIDE
     return replace(tile, use_tma=False) if case.arch.startswith("gfx") else tile
