@@ -20,9 +20,11 @@ class Softcap(NamedTuple):
     x: Arg
     inside: float
     outside: float
+    function: str
+    """Of `math_triton`: `softcap`, or `tanh` where something may depend on the last bits of small values."""
 
     def spell(self, x: Term) -> str:
-        return f"tanh({x.text}, {self.inside!r}, {self.outside!r})"
+        return f"{self.function}({x.text}, {self.inside!r}, {self.outside!r})"
 
     def torch(self, x: Tensor) -> Tensor:
         return self.outside * torch.tanh(self.inside * x)
@@ -34,6 +36,7 @@ def find_softcaps(program: Program) -> dict[int, Softcap | None]:
     for n, one in enumerate(program.instructions):
         for arg in one.args:
             readers.setdefault(str(arg), []).append(n)
+    coarse = _read_coarsely(program)
     found: dict[int, Softcap | None] = {}
     for n, one in enumerate(program.instructions):
         x = one.args[0]
@@ -47,8 +50,27 @@ def find_softcaps(program: Program) -> dict[int, Softcap | None]:
         after = readers.get(f"x{n}", [])
         if len(after) == 1 and (factor := _factor(program.instructions[after[0]])):
             last, outside, found[n] = after[0], factor, None
-        found[last] = Softcap(x, inside, outside)
+        found[last] = Softcap(x, inside, outside, "softcap" if last > n and coarse[last] else "tanh")
     return found
+
+
+_PROPORTIONAL = {"add", "sub", "mul", "div", "neg", "abs", "relu", "maximum", "minimum", "where", "round"}
+
+
+def _read_coarsely(program: Program) -> list[bool]:
+    """Of each instruction, whether errors in proportion to its largest results make only such errors in the logits.
+
+    What `log`, say, makes of a small result depends on its last bits.
+    """
+    coarse = [True] * len(program.instructions)
+    for n, one in reversed(list(enumerate(program.instructions))):
+        computed = [isinstance(arg, Ref) and arg.kind != "a" for arg in one.args]
+        fits = one.op in _PROPORTIONAL and not (one.op == "div" and computed[1])
+        fits &= not (one.op == "mul" and all(computed))
+        for arg in one.args:
+            if isinstance(arg, Ref) and arg.kind == "x":
+                coarse[arg.n] &= coarse[n] and fits
+    return coarse
 
 
 def _factor(one: Instruction) -> float | None:
