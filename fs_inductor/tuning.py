@@ -53,7 +53,8 @@ def _tune(node: Node, operands_at: int, program_at: int) -> None:
     kinds, _ = operand_kinds(operands, hidden.shape[0], weight.shape[0])
     programs = [Program.parse(text) for text in node.args[program_at : program_at + 2] if isinstance(text, str)]
     used = [kind for n, kind in enumerate(kinds) if any(one.uses(n) for one in programs)]
-    case = gemm_sample.case_of(hidden, weight, used)
+    # What may follow: a second program, more draws than one, or what ranks agree by.
+    case = gemm_sample.case_of(hidden, weight, used, node.args[program_at + 1 :] in ((), (1,)))
     if operands_at == 2:
         autotune.tune(case, lambda tile: gemm_sample.argmax(hidden, weight, operands, program, config=tile))
         return

@@ -80,7 +80,8 @@ def gemm_sample_kernel(
     GREEDY_EPILOGUE: tl.constexpr, GREEDY: tl.constexpr, MANY_DRAWS: tl.constexpr, ROW_SEEDS: tl.constexpr,
     HIDDEN_MODE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PRECISION: tl.constexpr, SELECT: tl.constexpr,
     G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, FLATTEN: tl.constexpr,
-    HEAD: tl.constexpr, WORLD: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
+    HEAD: tl.constexpr, STAGGER: tl.constexpr, WORLD: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """hidden [B, D], weight [V, D]: descriptors or pointers by *_MODE; out int64 [B, num_draws].
 
@@ -94,6 +95,8 @@ def gemm_sample_kernel(
     head of the next, before the product. Triton lets the layout of whichever comes last spread first, and were that a
     late load of a [B, V] operand, it would take whole tiles through shared memory, and reckon them twice, to suit it.
     At the head it does not come last, but then the product of one round must end before the next begins.
+    STAGGER: nanoseconds by which every second program starts late. Such a program is alone on its multiprocessor, where
+    nobody fills its waits: it asks early for the best words so far too.
     """
     best = (scratch_words + 1).to(tl.pointer_type(tl.uint64), bitcast=True)
     num_b = tl.cdiv(B, BLOCK_B)
@@ -113,6 +116,12 @@ def gemm_sample_kernel(
         tile = pid - num_programs
         step = steps - 1
         early_step = tl.minimum(steps - 1, 1)
+        if STAGGER > 0:
+            words = read_best(best, 0, 1, 0, 0, BLOCK_B, THREADS)
+            if not INTERPRET:
+                late = tl.where(num_tiles < 4 * num_programs, 0, pid % 2 * STAGGER)
+                tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [late], dtype=tl.int32,
+                                          is_pure=False, pack=1)
         for i in range(rounds + 1 if HEAD else rounds):
             if HEAD:
                 if (step == steps - 1) & (i > 0):
@@ -126,16 +135,19 @@ def gemm_sample_kernel(
                 tile += num_programs
                 v0 = (tile // num_b) * BLOCK_V - shift
                 b0 = (tile % num_b) * BLOCK_B
-            if EARLY is not None:
+            if (EARLY is not None) | (STAGGER > 0):
                 # Not in the branch above: the weights' loads need that one, and are three rounds ahead.
                 if step == early_step:
+                    if STAGGER > 0:
+                        words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     early = load_operands(EARLY, operands, operand_strides, tile_rows(b0, BLOCK_B), v0, B, V, BLOCK_V)
             acc = _multiply(acc, hidden, weight, b0, v0, step * BLOCK_D, B, V, D, stride_hb, stride_hd, stride_wv,
                             stride_wd, EVEN_D, HIDDEN_MODE, WEIGHT_MODE, PRECISION, BLOCK_B, BLOCK_V, BLOCK_D,
                             INTERPRET)
             if not HEAD:
                 if step == steps - 1:
-                    words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
+                    if STAGGER == 0:
+                        words = read_best(best, b0, 1, b0, B, BLOCK_B, THREADS)
                     offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, words, operands, operand_strides,
                                 early, LATE, EPILOGUE, GREEDY_EPILOGUE, GREEDY, MANY_DRAWS, ROW_SEEDS, SELECT, G,
                                 BLOCK_B, BLOCK_V, THREADS, INTERPRET)
@@ -239,21 +251,19 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     kinds, strides = operand_kinds(operands, num_rows, vocab, shift)
     programs = [Program.parse(text) for text in (program, greedy_program) if text is not None]
     used = [n for n in range(len(kinds)) if any(one.uses(n) for one in programs)]
-    tile = config or autotune.pick(case_of(hidden, weight, [kinds[n] for n in used]))
+    simple = len(programs) == num_draws == 1 and not isinstance(exchange, Channel)
+    case = case_of(hidden, weight, [kinds[n] for n in used], simple)
+    tile = config or autotune.pick(case)
+    if tile.pingpong and not case.turns:
+        tile = tiles.one_group(num_rows)
     hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
     weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
     words = scratch.take(hidden.device, 1 + out.numel() + num_rows * (greedy_program is not None))
     if tile.pingpong:
-        simple = len(programs) == num_draws == 1 and not isinstance(exchange, Channel)
-        by_tma = device.arch == "sm_90" and hidden.element_size() == 2 and hidden_mode == weight_mode == _TMA.value
-        if simple and by_tma and (pingpong := _pingpong()) and pingpong.can_read(kinds, used):
-            args = (seed, out, words, operands, strides, id_base, programs[0], kinds, used, exchange == "words")
-            with _on(hidden.device):
-                pingpong.launch(hidden_arg, weight_arg, *args, tile, device.num_sms)
-            return out, greedy_out
-        tile = tiles.WIDE
-        hidden_arg, hidden_mode = _operand(hidden, tile, device, tile.block_b, None)
-        weight_arg, weight_mode = _operand(weight, tile, device, tile.block_v, shift)
+        args = (seed, out, words, operands, strides, id_base, programs[0], kinds, used, exchange == "words")
+        with _on(hidden.device):
+            _pingpong().launch(hidden_arg, weight_arg, *args, tile, device.num_sms)
+        return out, greedy_out
     early, late = _loads_of(kinds, used, tile, device.warp_size)
     # Late, words would take more registers than bytes do.
     kinds = tuple(kind._replace(by_four=kind.by_four and n in early) for n, kind in enumerate(kinds))
@@ -277,7 +287,8 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
             HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype),
             SELECT=device.arch in ("sm_90", "cpu"), G=GROUP,
             BLOCK_B=tile.block_b, BLOCK_V=tile.block_v, BLOCK_D=tile.block_d, FLATTEN=flatten, HEAD=head,
-            WORLD=world, WORDS=exchange == "words", THREADS=device.warp_size * tile.num_warps, INTERPRET=_INTERPRET,
+            STAGGER=tile.stagger, WORLD=world, WORDS=exchange == "words",
+            THREADS=device.warp_size * tile.num_warps, INTERPRET=_INTERPRET,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )
     # fmt: on
@@ -304,12 +315,18 @@ def _pingpong():
     return pingpong
 
 
-def case_of(hidden: Tensor, weight: Tensor, kinds: list[Kind]) -> tiles.Case:
-    """What the tile for a product is chosen by. kinds: as from `operand_kinds`, of the operands that are used."""
-    arch = tiles.device_info(hidden.device).arch
+def case_of(hidden: Tensor, weight: Tensor, kinds: list[Kind], simple: bool) -> tiles.Case:
+    """What the tile for a product is chosen by. kinds: as from `operand_kinds`, of the operands that are used.
+
+    simple: whether this is one program and one draw, without an exchange inside the kernel.
+    """
+    device = tiles.device_info(hidden.device)
     tf32 = hidden.dtype == torch.float32 and _precision(hidden.dtype) == "tf32"
     late = any(kind.shape == "full" and not kind.by_four for kind in kinds)
-    return tiles.Case(arch, hidden.dtype, hidden.shape[0], *weight.shape, late, tf32)
+    turns = simple and not late and device.arch == "sm_90" and hidden.element_size() == 2
+    turns = turns and _row_stride(hidden) is not None and _row_stride(weight) is not None
+    turns = turns and (pingpong := _pingpong()) is not None and pingpong.can_read(kinds)
+    return tiles.Case(device.arch, hidden.dtype, hidden.shape[0], *weight.shape, late, tf32, turns)
 
 
 def _loads_of(kinds, used, tile, warp_size):
@@ -336,20 +353,26 @@ def _operand(x, tile, device, block_rows, shift):
 
     shift: how far the first tile starts before row 0, for an operand that may be read transposed; else None.
     """
-    size = x.element_size()
     rows, depth = x.shape
-    if tile.use_tma and device.has_tma and x.data_ptr() % 16 == 0 and depth > 0:
-        row_stride, stride = x.stride()
-        if rows == 1:  # the stride of a dimension of one is anything
-            row_stride = -(-depth // 8) * 8
-        if stride == 1 and row_stride >= depth and row_stride * size % 16 == 0:
+    if tile.use_tma and device.has_tma:
+        if (row_stride := _row_stride(x)) is not None:
             return TensorDescriptor(x, [rows, depth], [row_stride, 1], [block_rows, tile.block_d]), _TMA.value
         # The copy engine's inner offset must be a multiple of 16 bytes; the matrix unit transposes 16-bit types only.
-        transposable = shift is not None and size == 2 and shift * size % 16 == 0
-        if transposable and row_stride == 1 and stride >= rows and stride * size % 16 == 0:
+        transposable = shift is not None and x.element_size() == 2 and shift % 8 == 0 < depth
+        if transposable and (stride := _row_stride(x.t())) is not None:
             block = [tile.block_d, block_rows]
             return TensorDescriptor(x.t(), [depth, rows], [stride, 1], block), _TMA_TRANSPOSED.value
     return x, _POINTER.value
+
+
+def _row_stride(x):
+    """How far apart the rows of x are, in elements, where the copy engine can read them; else None."""
+    rows, depth = x.shape
+    row_stride, stride = x.stride()
+    if rows == 1:  # the stride of a dimension of one is anything
+        row_stride = -(-depth // 8) * 8
+    aligned = x.data_ptr() % 16 == 0 and row_stride * x.element_size() % 16 == 0
+    return row_stride if aligned and stride == 1 and row_stride >= depth > 0 else None
 
 
 def _precision(dtype):

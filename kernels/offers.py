@@ -23,7 +23,8 @@ _INF = tl.constexpr(float("inf"))
 # A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
 # With accumulators as the matrix unit leaves them, bits 2 and 1 number the threads of a quad and the others a thread's
 # registers, so splitting on those moves nothing. Masses are always added in that order, so that they are the same
-# numbers under every tile shape.
+# numbers under every tile shape. A column is also what tells the registers apart, a constant, and the number of its
+# thread's first one: as one number, columns would take a register each, and the compiler keeps them from tile to tile.
 
 
 @triton.jit
@@ -36,6 +37,46 @@ def laid_as(x, like):
 def halves(x, BB: tl.constexpr, NG: tl.constexpr, WIDTH: tl.constexpr):
     """Split [BB, NG, WIDTH] on the top bit of the last axis: two [BB, NG, WIDTH / 2]."""
     return tl.split(x.reshape(BB, NG, 2, WIDTH // 2).permute(0, 1, 3, 2))
+
+
+@triton.jit
+def by_thread(x):
+    """[..., N] as [..., N / 8, 4, 2], whose last axis but one numbers threads."""
+    if len(x.shape) == 3:
+        return x.reshape(x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2)
+    else:
+        return x.reshape(x.shape[0], x.shape[1] // 8, 4, 2)
+
+
+@triton.jit
+def from_first(N: tl.constexpr):
+    """How far columns are from their thread's first one, [N / 8, 1, 2]."""
+    return tl.arange(0, N // 8)[:, None, None] * 8 + tl.arange(0, 2)[None, None, :]
+
+
+@triton.jit
+def lowest(mask, N: tl.constexpr):
+    """The lowest column of [..., N] that is in the mask; N or more for none."""
+    if len(mask.shape) == 3:
+        return tl.min(tl.where(mask, tl.arange(0, N)[None, None, :], N), 2)
+    else:
+        return tl.min(tl.where(mask, tl.arange(0, N)[None, :], N), 1)
+
+
+@triton.jit
+def _mask_outside(logits, v0, V):
+    """-inf for columns outside the vocabulary, which only its first and its last tile have."""
+    BB: tl.constexpr = logits.shape[0]
+    BV: tl.constexpr = logits.shape[1]
+    thread = tl.arange(0, 4)[None, None, :, None] * 2
+    own = from_first(BV)[None]
+    # Of a branch, or of a loop that is known to run once, the compiler would make selections for every tile.
+    outside = tl.cdiv(tl.maximum(tl.maximum(v0 + BV - V, -v0), 0), BV)
+    while outside > 0:
+        inside = (own >= -v0 - thread) & (own < V - v0 - thread)
+        logits = tl.where(inside, by_thread(logits), -_INF).reshape(BB, BV)
+        outside -= 1
+    return logits
 
 
 @triton.jit
@@ -182,7 +223,7 @@ def offer_argmax(logits, first_col, row_mask, slots, best, best_key, id_base,
     wins = (key >= laid_as(best_key, key)) & laid_as(row_mask, key)
     if _any(wins):
         at_top = (logits == top[:, None]) | (logits != logits)
-        col = tl.min(tl.where(at_top, tl.arange(0, BV)[None, :], BV), 1)
+        col = laid_as(lowest(at_top, BV), key)
         # An all -inf row is at its maximum in the masked columns before the shard too.
         ids = tl.maximum(col.to(tl.int64) + first_col, 0) + id_base
         keep_highest(best + slots, _word(key, ids), wins)
@@ -265,9 +306,8 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
         special = (mass1 == 0.0) | (mass1 == _INF) | (mass1 != mass1)
         forced = tl.zeros_like(special.to(tl.int32))
         if _any(wins[:, None] & special):
-            index = tl.arange(0, G)[None, None, :]
-            nan = tl.min(tl.where(p1 != p1, index, G), 2)
-            inf = tl.min(tl.where(p1 == _INF, index, G), 2)
+            nan = laid_as(lowest(p1 != p1, G), forced)
+            inf = laid_as(lowest(p1 == _INF, G), forced)
             forced = tl.where(nan < G, nan, tl.where(inf < G, inf, 0))
         # Asked for again here, so that the four words only the tournament needs cost nothing elsewhere.
         if SELECT and NG > 1:
@@ -302,15 +342,8 @@ def offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, op
     NG: tl.constexpr = BV // G
     rows = tile_rows(b0, BB)
     row_mask = rows < B
-    cols = v0 + tl.arange(0, BV)
-    col_mask = (cols >= 0) & (cols < V)
     logits = EPILOGUE(acc, early, load_operands(LATE, operands, operand_strides, rows, v0, B, V, BV))
-    # Only the first and the last tile do this, once. Of a branch, or of a loop that is known to run once, the compiler
-    # would make selections, and every tile would do it.
-    outside = tl.cdiv(tl.maximum(tl.maximum(v0 + BV - V, -v0), 0), BV)
-    while outside > 0:
-        logits = tl.where(col_mask[None, :], logits, -_INF)
-        outside -= 1
+    logits = _mask_outside(logits, v0, V)
     if GREEDY:
         offer_argmax(logits, v0, row_mask, rows, best, best_key_of(best_words, BB), id_base, BV, INTERPRET)
     else:
@@ -336,7 +369,7 @@ def offer_tile(acc, v0, b0, B, V, id_base, num_draws, seed, best, best_words, op
     if GREEDY_EPILOGUE is not None:
         # Loaded again, rather than kept in registers while the draw is made.
         logits = GREEDY_EPILOGUE(acc, early, load_operands(LATE, operands, operand_strides, rows, v0, B, V, BV))
-        logits = tl.where(col_mask[None, :], logits, -_INF)
+        logits = _mask_outside(logits, v0, V)
         slots = B.to(tl.int64) * num_draws + rows  # behind the draws' words
         words = read_best(best, B.to(tl.int64) * num_draws + b0, 1, b0, B, BB, THREADS)
         best_key = best_key_of(words, BB)

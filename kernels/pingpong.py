@@ -65,7 +65,6 @@ _BITS = gl.constexpr(
         [64, 4, 4],
     )
 )
-_TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 _IN_ORDER_1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # Four threads share a row: one element each, for `_read_best`.
@@ -78,7 +77,7 @@ _COPIES = gl.constexpr(gl.DistributedLinearLayout([], [[0, 1], [0, 2], *_LANES],
 @instead_of(offers.count_to)
 @gluon.jit
 def _count_to(N: gl.constexpr):
-    return gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    return gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 
 @instead_of(offers.tile_rows)
@@ -92,17 +91,6 @@ def _half_rows(b0, BB: gl.constexpr):
 @gluon.jit
 def _spread(x, acc):
     return x.load(gl.SliceLayout(0, acc.type.layout))[None, :]
-
-
-@gluon.jit
-def _keep_tokens(values, columns, FIRST: gl.constexpr):
-    """Put values by token, one a thread, to where each thread will find those of its columns."""
-    places = ()
-    for n in gl.static_range(len(values)):
-        place = columns.index(FIRST + n)
-        place.store(gl.set_auto_layout(values[n], _TOKENS).to(gl.float32))
-        places = places + (place,)  # noqa: RUF005 - no stars in kernels
-    return places
 
 
 @instead_of(offers.laid_as)
@@ -144,6 +132,22 @@ def _group_top(x):
     return gl.convert_layout(gl.max(top, 2), gl.SliceLayout(2, x.type.layout))
 
 
+_by_thread = twin(offers.by_thread)
+_from_first = twin(offers.from_first)
+
+
+@instead_of(offers.lowest)
+@gluon.jit
+def _lowest(mask, N: gl.constexpr):
+    mask = _by_thread(mask)
+    if len(mask.shape) == 5:
+        own = gl.min(gl.min(gl.where(mask, _from_first(N)[None, None], N), 4), 2)
+        return gl.min(own + gl.arange(0, 4)[None, None, :] * 2, 2)
+    else:
+        own = gl.min(gl.min(gl.where(mask, _from_first(N)[None], N), 3), 1)
+        return gl.min(own + gl.arange(0, 4)[None, :] * 2, 1)
+
+
 @gluon.jit
 def _read_best(best, b0, B):
     """`offers.read_best` of half a tile: of the four threads that share a row one reads, and all agree."""
@@ -154,26 +158,34 @@ def _read_best(best, b0, B):
 
 
 @gluon.jit
-def _pack_masks(masks, masks_full, masks_empty, num_tiles, num_b, shift, B, V, operands, strides, MASKS: gl.constexpr,
-                BLOCK: gl.constexpr):
-    """Pack the bytes of each tile's mask to bits: of 32 columns, bit 8 i + j is column 4 j + i."""
-    if MASKS is not None:
+def _lay_out(masks, columns, laid_out, used, num_tiles, num_b, shift, B, V, operands, strides, MASKS: gl.constexpr,
+             TOKENS: gl.constexpr, NUM_TOKENS: gl.constexpr, BLOCK: gl.constexpr):
+    """Put each tile's values by token, and its mask as bits, where the group whose tile it is will find them.
+
+    Of 32 columns of a mask, bit 8 i + j is column 4 j + i.
+    """
+    if MASKS is not None or NUM_TOKENS:
         which = 0
         phase = 1
         for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             v0 = tile // num_b * BLOCK - shift
             b0 = tile % num_b * BLOCK
-            mbarrier.wait(masks_empty.index(which), phase)
-            for part in range(8):  # four to a half
-                i = gl.arange(0, 16, layout=gl.SliceLayout(1, _FOURS))
-                rows = b0 + part // 4 * 8 + part % 4 * 32 + i // 8 * 16 + i % 8
-                words = MASKS(operands, strides, rows, v0, B, V, BLOCK)[0]
-                words |= (words & 0x7F7F7F7F) + 0x7F7F7F7F  # the sign of each byte: whether it is not zero
-                words = words.reshape(16, 4, 8)
-                j = gl.arange(0, 8)[None, None, :]
-                bits = gl.sum((words >> (7 - j)) & (0x01010101 << j), 2)
-                masks.index(which * 8 + part).store(bits)
-            mbarrier.arrive(masks_full.index(which), count=1)
+            i = gl.arange(0, 16, layout=gl.SliceLayout(1, _FOURS))
+            mbarrier.wait(used.index(which), phase)
+            values = _load_operands(TOKENS, operands, strides, b0 + i, v0, B, V, BLOCK)
+            for n in gl.static_range(NUM_TOKENS):
+                values_n = gl.set_auto_layout(values[n], gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+                columns.index(which * NUM_TOKENS + n).store(values_n.to(gl.float32))
+            if MASKS is not None:
+                for part in range(8):  # four to a half
+                    rows = b0 + part // 4 * 8 + part % 4 * 32 + i // 8 * 16 + i % 8
+                    words = MASKS(operands, strides, rows, v0, B, V, BLOCK)[0]
+                    words |= (words & 0x7F7F7F7F) + 0x7F7F7F7F  # the sign of each byte: whether it is not zero
+                    words = words.reshape(16, 4, 8)
+                    j = gl.arange(0, 8)[None, None, :]
+                    bits = gl.sum((words >> (7 - j)) & (0x01010101 << j), 2)
+                    masks.index(which * 8 + part).store(bits)
+            mbarrier.arrive(laid_out.index(which), count=1)
             if which == 1:
                 phase ^= 1
             which ^= 1
@@ -194,7 +206,7 @@ def _half():
 @instead_of(math_triton.four_bytes)
 @gluon.jit
 def _spread_bits(mask):
-    """The mask of half a tile, int32 [64, 128]: all ones or zero. mask: its bits, from `_pack_masks`."""
+    """The mask of half a tile, int32 [64, 128]: all ones or zero. mask: its bits, from `_lay_out`."""
     thread = gl.arange(0, 4)[None, None, :]  # of a row: it has columns 2 thread + e of every eight
     bits = mask.load(gl.SliceLayout(2, _bits()))[:, :, None] >> (thread % 2 * 16 + thread // 2)
     # A permutation of bytes can spread a byte's sign over a word.
@@ -278,11 +290,11 @@ def _fill(hidden, weight, h_ring, w_ring, full, empty, num_tiles, num_b, steps, 
 
 
 @gluon.jit
-def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty, masks_full, masks_empty, turns,
-                num_tiles, num_b, steps, shift, B, V, id_base, seed, best, operands, strides, TOKENS: gl.constexpr,
-                NUM_TOKENS: gl.constexpr, ROWS: gl.constexpr, EPILOGUE: gl.constexpr, GREEDY: gl.constexpr,
-                ROW_SEEDS: gl.constexpr, MASKED: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr,
-                BLOCK: gl.constexpr, STAGES: gl.constexpr):
+def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty, laid_out, used, turns, num_tiles,
+                num_b, steps, shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS: gl.constexpr,
+                ROWS: gl.constexpr, EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr,
+                MASKED: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr,
+                STAGES: gl.constexpr):
     """Multiply and offer every second tile of the program, from its first one on or from its second."""
     step0 = WHICH * steps  # the program's steps before this tile
     turn = 0
@@ -294,7 +306,6 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
         next_words = _read_best(best, b0 + 8, B)
         rows = _load_operands(ROWS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
         next_rows = _load_operands(ROWS, operands, strides, _half_rows(b0 + 8, BLOCK // 2), v0, B, V, BLOCK)
-        tokens = _load_operands(TOKENS, operands, strides, _half_rows(b0, BLOCK // 2), v0, B, V, BLOCK)
         acc = gl.zeros((BLOCK, BLOCK), gl.float32, _TILE)
         mbarrier.wait(turns.index(WHICH), turn)
         stage = step0 % STAGES
@@ -313,10 +324,12 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
         acc = warpgroup_mma_wait(0, deps=[acc])
         for n in gl.static_range(1, _IN_FLIGHT + 1):
             mbarrier.arrive(empty.index(_before(stage, n, STAGES)), pred=steps >= n)
-        tokens = _keep_tokens(tokens, columns, WHICH * NUM_TOKENS)
         x, next_x = _halves(acc if PACK is None else _pack(acc, PACK))
-        if MASKED:
-            mbarrier.wait(masks_full.index(WHICH), turn)
+        tokens = ()
+        for n in gl.static_range(NUM_TOKENS):
+            tokens = tokens + (columns.index(WHICH * NUM_TOKENS + n),)  # noqa: RUF005 - no stars in kernels
+        if MASKED or NUM_TOKENS:
+            mbarrier.wait(laid_out.index(WHICH), turn)
         for half in range(gl.where(b0 + 8 < B, 2, 1)):
             logits = x if PACK is None else _unpack(x, PACK)
             kept = tokens + rows
@@ -327,8 +340,8 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
             x = next_x
             words = next_words
             rows = next_rows
-        if MASKED:
-            mbarrier.arrive(masks_empty.index(WHICH), count=1)
+        if MASKED or NUM_TOKENS:
+            mbarrier.arrive(used.index(WHICH), count=1)
         step0 += 2 * steps
         turn ^= 1
 
@@ -356,16 +369,17 @@ def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides,
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    columns = turns  # of no use without values by token, and so on without a mask
-    masks_full = turns
-    masks_empty = turns
+    laid_out = turns  # of no use where nothing is, and so on
+    used = turns
+    columns = turns
     masks = turns
     halves_masks = turns
+    if MASKED or NUM_TOKENS:
+        laid_out = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+        used = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     if NUM_TOKENS:
         columns = gl.allocate_shared_memory(gl.float32, [2 * NUM_TOKENS, BLOCK], _IN_ORDER_1)
     if MASKED:
-        masks_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-        masks_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
         masks = gl.allocate_shared_memory(gl.int32, [16, BLOCK // 8, BLOCK // 32], _IN_ORDER)
         halves_masks = _reinterpret(masks, gl.int32, [4, BLOCK // 2, BLOCK // 32], _IN_ORDER)
     for i in gl.static_range(STAGES):
@@ -373,20 +387,21 @@ def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides,
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
-        if MASKED:
-            mbarrier.init(masks_full.index(i), count=1)
-            mbarrier.init(masks_empty.index(i), count=1)
+        if MASKED or NUM_TOKENS:
+            mbarrier.init(laid_out.index(i), count=1)
+            mbarrier.init(used.index(i), count=1)
     mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_take_turns, (0, h_ring, w_ring, halves_masks, columns, full, empty, masks_full, masks_empty, turns, num_tiles,
-                       num_b, steps, shift, B, V, id_base, seed, best, operands, strides, TOKENS, NUM_TOKENS, ROWS,
-                       EPILOGUE, GREEDY, ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
-        (_take_turns, (1, h_ring, w_ring, halves_masks, columns, full, empty, masks_full, masks_empty, turns, num_tiles,
-                       num_b, steps, shift, B, V, id_base, seed, best, operands, strides, TOKENS, NUM_TOKENS, ROWS,
-                       EPILOGUE, GREEDY, ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
+        (_take_turns, (0, h_ring, w_ring, halves_masks, columns, full, empty, laid_out, used, turns, num_tiles, num_b,
+                       steps, shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS, ROWS, EPILOGUE, GREEDY,
+                       ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
+        (_take_turns, (1, h_ring, w_ring, halves_masks, columns, full, empty, laid_out, used, turns, num_tiles, num_b,
+                       steps, shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS, ROWS, EPILOGUE, GREEDY,
+                       ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
         (_fill, (hidden, weight, h_ring, w_ring, full, empty, num_tiles, num_b, steps, shift, BLOCK, BLOCK_D, STAGES)),
-        (_pack_masks, (masks, masks_full, masks_empty, num_tiles, num_b, shift, B, V, operands, strides, MASKS, BLOCK)),
+        (_lay_out, (masks, columns, laid_out, used, num_tiles, num_b, shift, B, V, operands, strides, MASKS, TOKENS,
+                    NUM_TOKENS, BLOCK)),
     ], [8, 1, 2], [112, 32, 32])
     tl.debug_barrier()
     done = gl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
@@ -401,10 +416,10 @@ def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides,
 # fmt: on
 
 
-def can_read(kinds: tuple[Kind, ...], used: list[int]) -> bool:
+def can_read(kinds: list[Kind]) -> bool:
     """Whether the kernel reads these operands: of those of [B, V] only one, a mask that can be read four at a time."""
-    full = [kinds[n] for n in used if kinds[n].shape == "full"]
-    tokens = sum(kinds[n].shape == "token" for n in used)
+    full = [kind for kind in kinds if kind.shape == "full"]
+    tokens = sum(kind.shape == "token" for kind in kinds)
     return len(full) <= 1 and all(kind.by_four for kind in full) and tokens <= _MAX_TOKENS
 
 

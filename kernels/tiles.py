@@ -16,8 +16,9 @@ class Tile:
     """One specialisation of the kernel.
 
     A program multiplies [block_b, block_d] by [block_v, block_d] at a time. `flatten` fuses the loop over tiles with
-    the one over D, so that the loads of the next tile start before the epilogue of this one. `pingpong` asks for the
-    kernel of `pingpong.py`: two groups of num_warps take turns, each with tiles of its own.
+    the one over D, so that the loads of the next tile start before the epilogue of this one. `stagger`: nanoseconds by
+    which every second program starts late, so that not all of them are at their epilogues, and load nothing, at a time.
+    `pingpong` asks for the kernel of `pingpong.py`: two groups of num_warps take turns, each with tiles of its own.
     """
 
     block_b: int
@@ -28,6 +29,7 @@ class Tile:
     programs_per_sm: int = 1
     flatten: bool = True
     use_tma: bool = True
+    stagger: int = 0
     pingpong: bool = False
 
     def __post_init__(self):
@@ -44,6 +46,7 @@ class Case(NamedTuple):
 
     late: whether the epilogue reads an operand of [batch, vocab] that is not booleans by fours.
     tf32: whether float32 products may use it.
+    turns: whether this is a call for two groups that take turns, as `gemm_sample.case_of` knows.
     """
 
     arch: str
@@ -53,6 +56,7 @@ class Case(NamedTuple):
     hidden: int
     late: bool = False
     tf32: bool = False
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,21 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 TURNS = Tile(128, 128, 64, num_warps=8, num_stages=6, pingpong=True)
 # What a call gets that TURNS is not for: several draws, say, or a weight that the copy engine cannot read.
+SQUARE = Tile(128, 128, 64, num_warps=8, num_stages=6)
 WIDE = Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False)
+_ONE_GROUP = {128: SQUARE, None: WIDE}
 # The last row whose batch limit is not exceeded wins. sm_90, 16-bit: measured on an H200.
 # Up to 64 rows two programs share a multiprocessor, and the loads of one fill the other's epilogue. Above, tiles are
-# too large for that, and above 128 rows two groups of warps take turns.
+# too large for that, and two groups of warps take turns.
 _HOPPER_16 = {
     16: Tile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
     32: Tile(32, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2),
     64: Tile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
-    128: Tile(128, 128, 64, num_warps=8, num_stages=6),
+    128: TURNS,
     None: TURNS,
 }
 # At 64 rows and D = 2048 one program with deeper steps is faster. (Shorter products were not measured.)
-_HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=4)}
+_HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=4, stagger=6000)}
 # At 128 rows, long products hide what the wide tile's epilogue costs, and read the hidden states half as often. Memory
 # is the limit there: a stage more.
 _HOPPER_16_LONG = _HOPPER_16 | {128: replace(WIDE, num_stages=4)}
@@ -118,7 +124,7 @@ _MORE_16 = {
     16: (Tile(16, 128, 128, num_warps=4, num_stages=5), Tile(16, 256, 64, num_warps=4, num_stages=5)),
     32: (Tile(32, 128, 128, num_warps=4, num_stages=5), Tile(32, 128, 64, num_warps=4, num_stages=5)),
     64: (Tile(64, 128, 64, num_warps=4, num_stages=8), Tile(64, 256, 64, num_warps=8, num_stages=4)),
-    128: (Tile(128, 128, 64, num_warps=8, num_stages=5), Tile(128, 256, 64, num_warps=8, num_stages=4)),
+    128: (SQUARE, Tile(128, 256, 64, num_warps=8, num_stages=4)),
     None: (WIDE, replace(WIDE, num_stages=4)),
 }
 # The interpreter pays per program and per operation, not per lane.
@@ -153,7 +159,7 @@ def _table(case: Case) -> dict[int | None, Tile]:
         return _SINGLE_TF32 if case.tf32 and case.arch == "sm_90" else _SINGLE
     if case.arch not in ("sm_90", "sm_100", "sm_103"):
         return _POINTER_16
-    if case.late or case.hidden > 5120:
+    if case.late or case.hidden > 6144:
         return _HOPPER_16_LONG
     return _HOPPER_16 if case.hidden > 2048 else _HOPPER_16_SHORT
 
@@ -163,6 +169,11 @@ def _of(table, batch: int):
 
 
 def _fit(tile: Tile, case: Case) -> Tile:
-    if tile.pingpong and (case.arch != "sm_90" or case.late):  # only Hopper has that matrix unit
-        tile = WIDE
+    if tile.pingpong and not case.turns:
+        tile = one_group(case.batch)
     return replace(tile, use_tma=False) if case.arch.startswith("gfx") else tile
+
+
+def one_group(batch: int) -> Tile:
+    """The tile for `batch` rows instead of TURNS."""
+    return _of(_ONE_GROUP, batch)

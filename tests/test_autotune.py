@@ -46,7 +46,14 @@ def test_the_fastest_is_chosen_and_shared_by_batches_of_one_bucket(measured):
     assert autotune.tune(CASE, launch) == FAST
     assert measured == [SLOW, BROKEN, FAST]
     assert autotune.pick(CASE) == autotune.pick(CASE._replace(batch=16)) == FAST
-    for other in ({"batch": 17}, {"vocab": 161}, {"hidden": 17}, {"late": True}, {"dtype": torch.float16}):
+    for other in (
+        {"batch": 17},
+        {"vocab": 161},
+        {"hidden": 17},
+        {"late": True},
+        {"turns": True},
+        {"dtype": torch.float16},
+    ):
         assert autotune.pick(CASE._replace(**other)) not in (SLOW, FAST)
 
 

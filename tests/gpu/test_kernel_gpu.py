@@ -1,5 +1,7 @@
 """The kernel on a real GPU: the reference's tokens, softmax at scale, CUDA graphs, streams."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_checks import check_same_tokens, exact_inputs
@@ -111,6 +113,14 @@ def test_tokens_do_not_depend_on_the_tile():
     draws = [gemm_sample.sample(hidden, weight, seed_tensor(), [], "x0 = mul(acc, 0.7)", 1, 0, t) for t in tiles]
     for other in draws[1:]:
         assert torch.equal(draws[0], other)
+
+
+def test_tokens_do_not_depend_on_programs_that_start_late():
+    hidden, weight = exact_inputs(40, 80_000, 64, torch.bfloat16, "cuda")  # enough tiles for that
+    tile = Tile(64, 128, 64, 4, 4)
+    for config in (tile, replace(tile, stagger=6000)):
+        args = hidden, weight, seed_tensor(), [], "x0 = round(acc, bf16)", 1, 0
+        check_same_tokens(gemm_sample.sample(*args, config), *args, allow=1)
 
 
 def test_many_rows_and_corners():

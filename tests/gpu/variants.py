@@ -14,7 +14,7 @@ import sys
 import torch
 
 from fs_inductor.kernels import gemm_sample, scratch
-from fs_inductor.kernels.tiles import TURNS, WIDE, Tile
+from fs_inductor.kernels.tiles import SQUARE, TURNS, WIDE, Tile
 
 DEVICE = "cuda"
 ROUND = {
@@ -65,6 +65,8 @@ def variants():
         {"rows": 300, "vocab": 20000, "depth": 520, "config": TURNS},
         {"rows": 300, "vocab": 20000, "depth": 520, "rich": False, "row_seeds": True, "id_base": 40, "config": TURNS},
         {"rows": 20, "vocab": 700, "depth": 64, "config": Tile(16, 128, 64, 4, 3, use_tma=False)},
+        {"rows": 130, "vocab": 515, "depth": 136, "config": SQUARE},
+        {"rows": 40, "vocab": 70000, "depth": 64, "rich": False},  # tiles enough for every second program to start late
     ):
         yield {"dtype": torch.bfloat16, **options}
 
