@@ -203,7 +203,7 @@ class Program:
             for arg in one.args:  # a chunk of logits is large: let go of it after its last use
                 if last_use[str(arg)] == n:
                     values.pop(str(arg), None)
-        return result if result.shape == acc.shape else result.expand(acc.shape)
+        return result if result.shape == acc.shape else result.to(acc.device).expand(acc.shape)
 
     def check_operands(self, operands: Sequence[Tensor | torch.dtype]) -> None:
         """Raises ProgramError unless the operands, tensors or their dtypes, fit the program."""
