@@ -23,8 +23,8 @@ _INF = tl.constexpr(float("inf"))
 # A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
 # With accumulators as the matrix unit leaves them, bits 2 and 1 number the threads of a quad and the others a thread's
 # registers, so splitting on those moves nothing. Masses are always added in that order, so that they are the same
-# numbers under every tile shape. A column is also what tells the registers apart, a constant, and the number of its
-# thread's first one: as one number, columns would take a register each, and the compiler keeps them from tile to tile.
+# numbers under every tile shape. For the same reason a column's number is that of its thread's first one and a constant:
+# as a whole it would take a register, in each of which the compiler keeps it from tile to tile.
 
 
 @triton.jit
@@ -57,6 +57,7 @@ def from_first(N: tl.constexpr):
 @triton.jit
 def lowest(mask, N: tl.constexpr):
     """The lowest column of [..., N] that is in the mask; N or more for none."""
+    # As whole numbers: if taken apart, Triton would move a tile to another layout for them.
     if len(mask.shape) == 3:
         return tl.min(tl.where(mask, tl.arange(0, N)[None, None, :], N), 2)
     else:
