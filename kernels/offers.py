@@ -23,8 +23,8 @@ _INF = tl.constexpr(float("inf"))
 # A position inside a group has bits k-1 ... 0. The tournament decides the top bit first, down to bit 3, then 0, 2, 1.
 # With accumulators as the matrix unit leaves them, bits 2 and 1 number the threads of a quad and the others a thread's
 # registers, so splitting on those moves nothing. Masses are always added in that order, so that they are the same
-# numbers under every tile shape. For the same reason a column's number is that of its thread's first one and a constant:
-# as a whole it would take a register, in each of which the compiler keeps it from tile to tile.
+# numbers under every tile shape. For the same reason a column's number is that of its thread's first one, and a
+# constant: whole, it would take a register, and the compiler would keep it there from tile to tile.
 
 
 @triton.jit
