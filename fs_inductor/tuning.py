@@ -48,18 +48,20 @@ def _tune(node: Node, operands_at: int, program_at: int) -> None:
     if weight.shape[0] == 0 or hidden.shape[0] == 0:
         return
     # Those of a sharded call may span the whole vocabulary.
-    operands = [_like(operand)[..., : weight.shape[0]] for operand in node.args[operands_at]]
+    operands = [x[..., : weight.shape[0]] if x.dim() else x for x in map(_like, node.args[operands_at])]
     program = node.args[program_at]
     kinds, _ = operand_kinds(operands, hidden.shape[0], weight.shape[0])
     programs = [Program.parse(text) for text in node.args[program_at : program_at + 2] if isinstance(text, str)]
     used = [kind for n, kind in enumerate(kinds) if any(one.uses(n) for one in programs)]
-    # What may follow: a second program, more draws than one, or what ranks agree by.
-    case = gemm_sample.case_of(hidden, weight, used, node.args[program_at + 1 :] in ((), (1,)))
-    if operands_at == 2:
-        autotune.tune(case, lambda tile: gemm_sample.argmax(hidden, weight, operands, program, config=tile))
-        return
+    one_draw = len(programs) == 1 and (operands_at == 2 or node.args[program_at + 1 : program_at + 2] in ((), (1,)))
+    sharded = "sharded" in node.target._schema.name
     seed = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    autotune.tune(case, lambda tile: gemm_sample.sample(hidden, weight, seed, operands, program, config=tile))
+    for simple in {one_draw, one_draw and not sharded}:  # ranks agree inside the kernel, or behind it
+        case = gemm_sample.case_of(hidden, weight, used, simple)
+        if operands_at == 2:
+            autotune.tune(case, lambda tile: gemm_sample.argmax(hidden, weight, operands, program, config=tile))
+        else:
+            autotune.tune(case, lambda tile: gemm_sample.sample(hidden, weight, seed, operands, program, config=tile))
 
 
 def _like(node: Node) -> torch.Tensor:

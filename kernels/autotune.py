@@ -23,16 +23,6 @@ from .tiles import Case, Tile
 
 log = logging.getLogger(__name__)
 
-_SOURCES = (
-    "gemm_sample.py",
-    "pingpong.py",
-    "gluon_twin.py",
-    "offers.py",
-    "epilogue_triton.py",
-    "math_triton.py",
-    "tiles.py",
-)
-
 
 @functools.lru_cache(maxsize=4096)
 def pick(case: Case) -> Tile:
@@ -99,8 +89,8 @@ def _file() -> Path:
 
     folder = Path(__file__).parent
     digest = hashlib.sha256(f"{torch.__version__} {triton.__version__}".encode())
-    for source in _SOURCES:
-        digest.update((folder / source).read_bytes())
+    for source in sorted(folder.glob("*.py")):
+        digest.update(source.read_bytes())
     if torch.cuda.is_available():
         digest.update(torch.cuda.get_device_name().encode())
     return Path(cache_dir()) / "flashsampling" / f"tiles-{digest.hexdigest()[:16]}.json"

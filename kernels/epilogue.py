@@ -291,21 +291,21 @@ def operand_kinds(
 
 
 def emit(
-    program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...], late: tuple[int, ...]
+    program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...], late: tuple[int, ...], greedy: bool
 ) -> triton.JITFunction:
     """A Triton function that computes the program on a tile:
 
         epilogue(acc, early, late) -> f32 [BB, BV]
 
     acc: f32 [BB, BV]. early, late: what the functions of `emit_loads` have loaded for the operands of these numbers,
-    among which are all that the program uses.
+    among which are all that the program uses. greedy: whether for the largest of the logits, or for a draw.
 
     Equal arguments always give the same source, hence the same key in Triton's cache.
     Raises ProgramError if the kinds do not fit the program.
     """
     from . import epilogue_triton  # here, because the torch path must work without Triton
 
-    return epilogue_triton.emit(program, kinds, early, late)
+    return epilogue_triton.emit(program, kinds, early, late, greedy)
 
 
 def emit_loads(kinds: tuple[Kind, ...], which: tuple[int, ...]) -> triton.JITFunction | None:

@@ -48,11 +48,11 @@ _WIDEN = {
 
 @lru_cache(maxsize=1024)
 def emit(
-    program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...], late: tuple[int, ...]
+    program: Program, kinds: tuple[Kind, ...], early: tuple[int, ...], late: tuple[int, ...], greedy: bool
 ) -> triton.JITFunction:
     """See `epilogue.emit`."""
     program.check_operands([kind.dtype for kind in kinds])
-    return _function(_source(program, kinds, early, late))
+    return _function(_source(program, kinds, early, late, greedy))
 
 
 @lru_cache(maxsize=1024)
@@ -90,7 +90,7 @@ def _function(source: str) -> triton.JITFunction:
     return triton.jit(namespace[name])
 
 
-def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late: Sequence[int]) -> str:
+def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late: Sequence[int], greedy: bool) -> str:
     """The epilogue's source but for its name."""
     lines = ["(acc, early, late):"]
     if program.instructions:
@@ -109,7 +109,7 @@ def _source(program: Program, kinds: Sequence[Kind], early: Sequence[int], late:
             unread[f"a{n}"] = f"    a{n} = {_value(place, use, kind)}"
             if kind.shape == "full" and kind.dtype == torch.bool:
                 masks[f"a{n}"] = "where_word" if kind.by_four else "where_byte", place
-    softcaps = find_softcaps(program)
+    softcaps = find_softcaps(program, kinds, greedy)
     result = terms["acc"]
     for n, one in enumerate(program.instructions):
         if n in softcaps and softcaps[n] is None:

@@ -267,7 +267,8 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     early, late = _loads_of(kinds, used, tile, device.warp_size)
     # Late, words would take more registers than bytes do.
     kinds = tuple(kind._replace(by_four=kind.by_four and n in early) for n, kind in enumerate(kinds))
-    head = any(kinds[n].shape == "full" for n in late)
+    # On Blackwell that round's order crashes Triton's pipeliner.
+    head = any(kinds[n].shape == "full" for n in late) and not device.arch.startswith("sm_10")
     flatten = tile.flatten and depth > 0 and not (head and tile.block_b > 64)
     num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
     grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
@@ -281,8 +282,8 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
             hidden_arg, weight_arg, seed, out, greedy_out, words, *channel, tuple(operands), strides,
             num_rows, vocab, depth, id_base, shift, num_draws, *hidden.stride(), *weight.stride(),
             EVEN_D=depth % tile.block_d == 0, EARLY=emit_loads(kinds, early), LATE=emit_loads(kinds, late),
-            EPILOGUE=emit(programs[0], kinds, early, late),
-            GREEDY_EPILOGUE=emit(programs[1], kinds, early, late) if programs[1:] else None,
+            EPILOGUE=emit(programs[0], kinds, early, late, seed is None),
+            GREEDY_EPILOGUE=emit(programs[1], kinds, early, late, True) if programs[1:] else None,
             GREEDY=seed is None, MANY_DRAWS=num_draws > 1, ROW_SEEDS=seed is not None and seed.dim() == 1,
             HIDDEN_MODE=hidden_mode, WEIGHT_MODE=weight_mode, PRECISION=_precision(hidden.dtype),
             SELECT=device.arch in ("sm_90", "cpu"), G=GROUP,

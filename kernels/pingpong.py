@@ -446,7 +446,7 @@ def launch(
     num_rows, depth = hidden.shape
     vocab = weight.shape[0]
     shift = id_base % GROUP
-    functions, num_masks, num_tokens = _functions(program, kinds, tuple(used))
+    functions, num_masks, num_tokens = _functions(program, kinds, tuple(used), seed is None)
     num_tiles = -(-(vocab + shift) // _BLOCK) * -(-num_rows // _BLOCK)
     # fmt: off
     pingpong_kernel[(min(num_tiles, num_sms),)](
@@ -461,7 +461,7 @@ def launch(
 
 
 @functools.lru_cache(maxsize=1024)
-def _functions(program: Program, kinds: tuple[Kind, ...], used: tuple[int, ...]) -> tuple[dict, int, int]:
+def _functions(program: Program, kinds: tuple[Kind, ...], used: tuple[int, ...], greedy: bool) -> tuple[dict, int, int]:
     """The kernel's arguments that come of the program, and how many masks and operands by token it reads."""
     masks = tuple(n for n in used if kinds[n].shape == "full")
     tokens = tuple(n for n in used if kinds[n].shape == "token")
@@ -469,7 +469,7 @@ def _functions(program: Program, kinds: tuple[Kind, ...], used: tuple[int, ...])
     loads = [emit_loads(kinds, some) for some in (masks, tokens, rows)]
     rounding, rest = program.after_rounding()
     functions = dict(zip(("MASKS", "TOKENS", "ROWS"), (some and twin(some) for some in loads), strict=True))
-    functions |= {"EPILOGUE": twin(emit(rest, kinds, masks + tokens + rows, ())), "PACK": rounding}
+    functions |= {"EPILOGUE": twin(emit(rest, kinds, masks + tokens + rows, (), greedy)), "PACK": rounding}
     return functions, len(masks), len(tokens)
 
 

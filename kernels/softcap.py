@@ -5,12 +5,13 @@ They become part of the tanh's fit, so that a softcap costs what its tanh alone 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .epilogue import Arg, Instruction, Program, Ref
+from .epilogue import Arg, Instruction, Kind, Program, Ref
 from .epilogue_ops import Term
 
 
@@ -21,7 +22,7 @@ class Softcap(NamedTuple):
     inside: float
     outside: float
     function: str
-    """Of `math_triton`: `softcap`, or `tanh` where something may depend on the last bits of small values."""
+    """Of `math_triton`: `softcap`, whose error is in proportion to the cap, or `tanh`, in proportion to the result."""
 
     def spell(self, x: Term) -> str:
         return f"{self.function}({x.text}, {self.inside!r}, {self.outside!r})"
@@ -30,13 +31,16 @@ class Softcap(NamedTuple):
         return self.outside * torch.tanh(self.inside * x)
 
 
-def find_softcaps(program: Program) -> dict[int, Softcap | None]:
-    """The softcaps, by the number of their last instruction; None at the others, which nothing else reads."""
+def find_softcaps(program: Program, kinds: Sequence[Kind], greedy: bool) -> dict[int, Softcap | None]:
+    """The softcaps, by the number of their last instruction; None at the others, which nothing else reads.
+
+    greedy: whether the largest logit is wanted, which hangs on last bits where all are small.
+    """
     readers: dict[str, list[int]] = {}
     for n, one in enumerate(program.instructions):
         for arg in one.args:
             readers.setdefault(str(arg), []).append(n)
-    coarse = _read_coarsely(program)
+    coarse = [not greedy and fits for fits in _read_coarsely(program, kinds)]
     found: dict[int, Softcap | None] = {}
     for n, one in enumerate(program.instructions):
         x = one.args[0]
@@ -50,27 +54,39 @@ def find_softcaps(program: Program) -> dict[int, Softcap | None]:
         after = readers.get(f"x{n}", [])
         if len(after) == 1 and (factor := _factor(program.instructions[after[0]])):
             last, outside, found[n] = after[0], factor, None
-        found[last] = Softcap(x, inside, outside, "softcap" if last > n and coarse[last] else "tanh")
+        fits = coarse[last] and last > n and outside <= _LARGEST_CAP
+        found[last] = Softcap(x, inside, outside, "softcap" if fits else "tanh")
     return found
 
 
-_PROPORTIONAL = {"add", "sub", "mul", "div", "neg", "abs", "relu", "maximum", "minimum", "where", "round"}
+_LARGEST_CAP = 64
+_LARGEST_FACTOR = 16
 
 
-def _read_coarsely(program: Program) -> list[bool]:
-    """Of each instruction, whether errors in proportion to its largest results make only such errors in the logits.
+def _read_coarsely(program: Program, kinds: Sequence[Kind]) -> list[bool]:
+    """Of each instruction, whether its errors come to the logits as they are, or as a temperature scales them.
 
-    What `log`, say, makes of a small result depends on its last bits.
+    A bias and a mask leave them alone. `log`, say, or a difference of two results would not.
     """
     coarse = [True] * len(program.instructions)
     for n, one in reversed(list(enumerate(program.instructions))):
-        computed = [isinstance(arg, Ref) and arg.kind != "a" for arg in one.args]
-        fits = one.op in _PROPORTIONAL and not (one.op == "div" and computed[1])
-        fits &= not (one.op == "mul" and all(computed))
-        for arg in one.args:
+        for place, arg in enumerate(one.args):
             if isinstance(arg, Ref) and arg.kind == "x":
-                coarse[arg.n] &= coarse[n] and fits
+                others = one.args[:place] + one.args[place + 1 :]
+                coarse[arg.n] &= coarse[n] and _passes_on(one.op, place, others, kinds)
     return coarse
+
+
+def _passes_on(op: str, place: int, others: Sequence[Arg], kinds: Sequence[Kind]) -> bool:
+    """Whether `op` makes of an error in its argument at `place` one of the same size, but for a temperature."""
+    if any(isinstance(other, Ref) and other.kind != "a" for other in others):
+        return False
+    if op in ("mul", "div") and (op, place) != ("div", 1):
+        (other,) = others
+        if isinstance(other, Ref):
+            return kinds[other.n].shape in ("scalar", "row")
+        return abs(other) <= _LARGEST_FACTOR if op == "mul" else abs(other) >= 1 / _LARGEST_FACTOR
+    return op in ("add", "sub", "neg", "abs", "relu", "maximum", "minimum", "round") or (op == "where" and place > 0)
 
 
 def _factor(one: Instruction) -> float | None:

@@ -35,6 +35,8 @@ class Tile:
     def __post_init__(self):
         if self.pingpong and (self.block_b, self.block_v, self.num_warps) != (128, 128, 8):
             raise ValueError(f"tiles of two groups that take turns are 128 by 128, by eight warps each, not {self}")
+        if self.pingpong and not self.use_tma:
+            raise ValueError(f"two groups that take turns are fed by the copy engine, and want use_tma, not {self}")
         if self.pingpong and (self.num_stages < 3 or self.block_d > 128):  # fewer would have no room, and deadlock
             raise ValueError(f"two groups that take turns need three stages or more, of 128 deep at most, not {self}")
         if self.block_v % GROUP:

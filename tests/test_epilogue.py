@@ -24,6 +24,7 @@ from fs_inductor.kernels.epilogue import (
     emit_loads,
     operand_kinds,
 )
+from fs_inductor.kernels.softcap import find_softcaps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -69,7 +70,7 @@ def tile_kernel(
     tl.store(out + place, value, mask=mask)
 
 
-def run_triton(program: Program, acc, operands, by_four=None):
+def run_triton(program: Program, acc, operands, by_four=None, greedy=False):
     """What the emitted function makes of acc, the same whether operands are loaded early or late."""
     batch, vocab = acc.shape
     acc, operands = acc.to(DEVICE), [operand.to(DEVICE) for operand in operands]
@@ -80,12 +81,16 @@ def run_triton(program: Program, acc, operands, by_four=None):
     results = []
     for early, late in ((every, ()), (every[::2], every[1::2]), ((), every))[: 3 if every else 1]:
         out = torch.empty_like(acc)
-        functions = (emit_loads(kinds, early), emit_loads(kinds, late), emit(program, kinds, early, late))
+        functions = (emit_loads(kinds, early), emit_loads(kinds, late), emit(program, kinds, early, late, greedy))
         tile_kernel[(1,)](acc, out, tuple(operands), strides, batch, vocab, *block, *functions)
         results.append(out.cpu())
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
     return results[0]
+
+
+def kinds_of(acc, operands):
+    return operand_kinds(operands, *acc.shape)[0]
 
 
 def close(got, expected, units=0, of=0.0):
@@ -284,7 +289,7 @@ def test_operands_must_fit(text, operands, message):
     with pytest.raises(ProgramError, match=message):
         program.run(tile(), operands)
     with pytest.raises(ProgramError, match=message):
-        emit(program, operand_kinds(operands, 3, 50)[0], (), (0,))
+        emit(program, operand_kinds(operands, 3, 50)[0], (), (0,), False)
 
 
 # --- Kinds -----------------------------------------------------------------------------------------
@@ -367,9 +372,10 @@ def test_functions_are_accurate(name):
     assert close(got, expected, ROUNDING[name] + 1)
 
 
-# Then what they do to x, and their cap where errors may be in proportion to it: else they are to the result.
+# What they do to x, and their cap where a draw's errors may be in proportion to it: else they are to the result.
+CAP = "x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0)"
 SOFTCAPS = {
-    "x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0)": (lambda x: 30 * torch.tanh(x / 30), 30),
+    CAP: (lambda x: 30 * torch.tanh(x / 30), 30),
     "x0 = mul(acc, 0.02); x1 = tanh(x0); x2 = div(x1, 0.02)": (lambda x: torch.tanh(x * 0.02) / 0.02, 50),
     "x0 = mul(acc, 1000.0); x1 = tanh(x0)": (lambda x: torch.tanh(1000 * x), 0),
     "x0 = tanh(acc); x1 = mul(x0, 0.001)": (lambda x: torch.tanh(x) * 0.001, 0.001),
@@ -382,15 +388,16 @@ SOFTCAPS = {
         lambda x: torch.tanh(torch.tanh(torch.tanh(x)) / 1024),
         0,
     ),
-    # What the last bits of small values matter to.
-    "x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0); x3 = abs(x2); x4 = log(x3)": (
-        lambda x: (30 * torch.tanh(x / 30)).abs().log(),
-        0,
+    # What may follow, and what may not: the last bits of small values would matter.
+    f"{CAP}; x3 = where(false, -inf, x2); x4 = add(x3, 0.5); x5 = div(x4, a0)": (
+        lambda x: (30 * torch.tanh(x / 30) + 0.5) / 0.7,
+        30 / 0.7,
     ),
-    "x0 = div(acc, 30.0); x1 = tanh(x0); x2 = mul(x1, 30.0); x3 = mul(x2, 0.5); x4 = div(7.0, x3)": (
-        lambda x: 14 / (30 * torch.tanh(x / 30)),
-        0,
-    ),
+    f"{CAP}; x3 = abs(x2); x4 = log(x3)": (lambda x: (30 * torch.tanh(x / 30)).abs().log(), 0),
+    f"{CAP}; x3 = mul(x2, 0.5); x4 = div(7.0, x3)": (lambda x: 14 / (30 * torch.tanh(x / 30)), 0),
+    f"{CAP}; x3 = mul(x2, 10000000.0)": (lambda x: 3e8 * torch.tanh(x / 30), 0),
+    f"{CAP}; x3 = mul(x2, a1)": (lambda x: 6e7 * torch.tanh(x / 30), 0),
+    "x0 = div(acc, 1000.0); x1 = tanh(x0); x2 = mul(x1, 1000.0)": (lambda x: 1000 * torch.tanh(x / 1000), 0),
     # Factors that the fit does not take in: negative, too large or small, before or after a rounding, or read twice.
     "x0 = div(acc, -30.0); x1 = tanh(x0); x2 = mul(x1, -30.0)": (lambda x: 30 * torch.tanh(x / 30), 0),
     "x0 = mul(acc, 1e-06); x1 = tanh(x0); x2 = mul(x1, 1000000.0)": (lambda x: 1e6 * torch.tanh(x / 1e6), 0),
@@ -405,16 +412,22 @@ SOFTCAPS = {
 }
 
 
+@pytest.mark.parametrize("greedy", [False, True], ids=["draw", "greedy"])
 @pytest.mark.parametrize("text", SOFTCAPS)
-def test_softcaps(text):
+def test_softcaps(text, greedy):
     """Factors next to a tanh become part of it."""
     x = torch.linspace(-400, 400, 16 * 64).view(16, 64)
     x = torch.cat([x, torch.tensor([1e-6, -1e-3, math.inf, -math.inf, math.nan, 1e30, -1e30, 2.0]).repeat(8)[None]])
     program = Program.parse(text)
-    operands = [torch.tensor(0.7)] if program.num_operands else []
+    operands = [torch.tensor(0.7), torch.full((64,), 2e6)][: program.num_operands]
     expected, cap = SOFTCAPS[text][0](x.double()), SOFTCAPS[text][1]
-    assert close(run_triton(program, x, operands), expected, 8 if cap else 16, cap)
+    cap = 0 if greedy else cap
+    assert close(run_triton(program, x, operands, greedy=greedy), expected, 8 if cap else 16, cap)
     assert close(program.run(x, operands), expected, 16)
+    coarse = [
+        one and one.function == "softcap" for one in find_softcaps(program, kinds_of(x, operands), greedy).values()
+    ]
+    assert any(coarse) == (cap > 0)
 
 
 @pytest.mark.parametrize("shapes", list(itertools.product(SHAPES, repeat=2)))
@@ -467,7 +480,7 @@ def test_nothing_is_loaded_behind_the_masks():
         batch,
         vocab,
         emit_loads(kinds, (0, 1, 2)),
-        emit(program, kinds, (), (0, 1, 2)),
+        emit(program, kinds, (), (0, 1, 2), False),
     )
     assert not out.isnan().any()
 
@@ -579,8 +592,9 @@ def test_emit_is_cached_and_keyed_by_program_and_kinds():
     program = Program.parse("x0 = div(acc, a0)")
     row, token = torch.ones(3, 1), torch.ones(50)
     kinds = [operand_kinds([one], 3, 50)[0] for one in (row, token)]
-    assert emit(program, kinds[0], (), (0,)) is emit(Program.parse(str(program)), kinds[0], (), (0,))
-    assert emit(program, kinds[0], (), (0,)) is not emit(program, kinds[1], (), (0,))
+    one = emit(program, kinds[0], (), (0,), False)
+    assert one is emit(Program.parse(str(program)), kinds[0], (), (0,), False)
+    assert one is not emit(program, kinds[1], (), (0,), False)
 
 
 COMPILE = r"""
@@ -606,7 +620,7 @@ def ptx(text, operands):
     dtypes = {"f": ("*fp32", torch.float32), "b": ("*i1", torch.bool)}
     kinds = tuple(Kind(shape, dtypes[dtype][1]) for shape, dtype in operands)
     every = tuple(range(len(kinds)))
-    function, loads = emit(Program.parse(text), kinds, (), every), emit_loads(kinds, every)
+    function, loads = emit(Program.parse(text), kinds, (), every, False), emit_loads(kinds, every)
     assert function.cache_key == triton.jit(function.fn).cache_key
     signature = {"acc": "*fp32", "out": "*fp32",
                  "operands": tuple(dtypes[dtype][0] for _, dtype in operands),

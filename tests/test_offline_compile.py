@@ -20,6 +20,7 @@ ROUND = "x0 = round(acc, bf16)"
 TEMPERED = f"{ROUND}; x1 = div(x0, a0)"
 SOFTCAP = f"{ROUND}; x1 = div(x0, 30.0); x2 = tanh(x1); x3 = mul(x2, 30.0); x4 = div(x3, a0); x5 = add(x4, a1)"
 MASKED = f"{SOFTCAP}; x6 = where(a2, -inf, x5)"
+LATE = f"{ROUND}; x1 = add(x0, a3)"  # numbers of the logits' shape
 
 # Architecture, dtype, batch, hidden size, epilogue program, greedy (whether, or by which program beside the draw):
 # every tile of the tables in tiles.py, by a draw, and what else a program can be. Then the tile, where it is not the
@@ -40,6 +41,7 @@ CASES = [
     (90, "bfloat16", 16, 2048, TEMPERED, "x0 = mul(acc, 5.0)"),
     *((90, "bfloat16", 128, 2048, program, False, "SQUARE") for program in (TEMPERED, MASKED)),
     *((90, "bfloat16", 256, 2048, program, False, "WIDE") for program in (TEMPERED, MASKED)),
+    *((arch, "bfloat16", 64, 2048, LATE, False) for arch in (90, 100)),
     (90, "float16", 256, 2048, TEMPERED, False),
     (90, "bfloat16", 256, 2048, ROUND, True),
     (90, "bfloat16", 256, 2048, "", False),
@@ -126,6 +128,7 @@ def compile_case(arch, dtype, batch, depth, program, greedy, tile=None):
     # Never touched, so never backed by memory.
     hidden, weight = (torch.empty(rows, depth, dtype=getattr(torch, dtype)) for rows in (batch, vocab))
     operands = [torch.empty(batch, 1), torch.empty(vocab), torch.empty(batch, vocab, dtype=torch.bool)]
+    operands.append(torch.empty(batch, vocab))
     operands = operands[: Program.parse(program).num_operands]
     seed = torch.zeros((), dtype=torch.int64)
     config = tile and getattr(tiles, tile)
