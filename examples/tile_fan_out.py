@@ -43,7 +43,7 @@ def tile_fan_out(
 
     from fs_inductor.kernels import autotune, gemm_sample
 
-    tiles = -(-capacity // autotune.pick(gemm_sample.case_of(hidden, shard, [], True)).block_v)
+    tiles = -(-capacity // autotune.pick(gemm_sample.case_of(hidden, shard, [], simple=True)).block_v)
     send, largest = _kernels()
     # Two boxes in turn: a fast rank's next words must not overwrite what a slow one still reads.
     boxes = [_symmetric_memory.empty(2, world, tiles, rows, dtype=torch.int64, device=hidden.device) for _ in range(2)]

@@ -267,9 +267,9 @@ def _launch(hidden, weight, seed, operands, program, greedy_program, num_draws, 
     early, late = _loads_of(kinds, used, tile, device.warp_size)
     # Late, words would take more registers than bytes do.
     kinds = tuple(kind._replace(by_four=kind.by_four and n in early) for n, kind in enumerate(kinds))
-    # On Blackwell that round's order crashes Triton's pipeliner.
-    head = any(kinds[n].shape == "full" for n in late) and not device.arch.startswith("sm_10")
-    flatten = tile.flatten and depth > 0 and not (head and tile.block_b > 64)
+    late_full = any(kinds[n].shape == "full" for n in late)
+    head = late_full and not device.arch.startswith("sm_10")  # on Blackwell it crashes Triton's pipeliner
+    flatten = tile.flatten and depth > 0 and not (late_full and tile.block_b > 64)
     num_tiles = -(-(vocab + shift) // tile.block_v) * -(-num_rows // tile.block_b)
     grid = (min(num_tiles, device.num_sms * tile.programs_per_sm),)
     channel, world = (0, 0, 0), 0

@@ -68,7 +68,7 @@ def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
 
 @triton.jit
 def softcap(x, IN: tl.constexpr, OUT: tl.constexpr):
-    """OUT * tanh(IN * x) within 2^-21 OUT, small x too, for a third of the instructions that `tanh` takes. IN > 0."""
+    """OUT * tanh(IN * x) within 2^-21 OUT, however small x is, by a third of the instructions of `tanh`. IN > 0."""
     TWICE_LOG2_E: tl.constexpr = 2.8853900817779268
     return _inverse(1.0 + tl.exp2(x * (TWICE_LOG2_E * IN))) * (-2.0 * OUT) + OUT
 

@@ -2,8 +2,8 @@
 
 While one multiplies its tile of [128 rows, 128 ids], the other one offers the candidates of its own, so that of the two
 the longer is what a tile costs, and not their sum. A warp keeps a ring of operand blocks filled for both, and two more
-pack the bytes of a mask to bits. Triton cannot say that on Hopper, so this is in Gluon; what becomes of a tile it
-shares with `gemm_sample.py` through `gluon_twin.py`, and so all of the epilogue, the noise and the tournament.
+lay out a mask, as bits, and values by token. Triton cannot say that on Hopper, so this is in Gluon; what becomes of a
+tile it shares with `gemm_sample.py` through `gluon_twin.py`, and so all of the epilogue, the noise and the tournament.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides,
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    laid_out = turns  # of no use where nothing is, and so on
+    laid_out = turns  # these stand in where a program has nothing to lay out
     used = turns
     columns = turns
     masks = turns

@@ -1,6 +1,7 @@
 """Softcaps in an epilogue program: a tanh with the numbers that its input and its result are multiplied by.
 
-They become part of the tanh's fit, so that a softcap costs what its tanh alone costs.
+They become part of the tanh's constants, so that a softcap costs what its tanh alone costs. In most draws it costs a
+third of that, since there its error may be in proportion to the cap.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def find_softcaps(program: Program, kinds: Sequence[Kind], greedy: bool) -> dict
     return found
 
 
+# A cap and one factor of these sizes put a logit off by 5e-4 at most; the usual cap, 30, by 1.4e-5.
 _LARGEST_CAP = 64
 _LARGEST_FACTOR = 16
 

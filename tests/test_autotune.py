@@ -77,9 +77,10 @@ def test_where_no_candidate_runs_the_table_decides(measured, monkeypatch):
     assert autotune.tune(CASE, launch) == tiles.pick(CASE)
 
 
+@pytest.mark.parametrize("T", [torch.tensor(0.7), torch.full((4, 1), 0.7)], ids=["a number", "a row"])
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("flag", ["max_autotune", "max_autotune_gemm", None])
-def test_the_calls_of_a_graph_are_tuned_where_torch_is_told_to(measured, monkeypatch, flag, sampled):
+def test_the_calls_of_a_graph_are_tuned_where_torch_is_told_to(measured, monkeypatch, flag, sampled, T):
     monkeypatch.setattr(tuning, "_DEVICES", ("cpu",))
     monkeypatch.setattr(tiles, "candidates", lambda case: [SLOW, FAST])
 
@@ -87,7 +88,7 @@ def test_the_calls_of_a_graph_are_tuned_where_torch_is_told_to(measured, monkeyp
         logits = F.linear(h, W).masked_fill(mask, float("-inf")) / T
         return torch.multinomial(logits.softmax(-1), 1) if sampled else logits.argmax(-1)
 
-    args = (torch.randn(4, 16), torch.randn(160, 16), torch.rand(4, 160) < 0.5, torch.rand(4, 1) + 0.5)
+    args = (torch.randn(4, 16), torch.randn(160, 16), torch.rand(4, 160) < 0.5, T)
     rewritten = run_pass(step, args, dynamic="batch", config={flag: True} if flag else None)
     assert_fused(rewritten, 1)
     assert measured == ([SLOW, FAST] if flag else [])

@@ -41,7 +41,7 @@ CASES = [
     (90, "bfloat16", 16, 2048, TEMPERED, "x0 = mul(acc, 5.0)"),
     *((90, "bfloat16", 128, 2048, program, False, "SQUARE") for program in (TEMPERED, MASKED)),
     *((90, "bfloat16", 256, 2048, program, False, "WIDE") for program in (TEMPERED, MASKED)),
-    *((arch, "bfloat16", 64, 2048, LATE, False) for arch in (90, 100)),
+    *((arch, "bfloat16", batch, 2048, LATE, False) for arch in (90, 100) for batch in (64, 128)),
     (90, "float16", 256, 2048, TEMPERED, False),
     (90, "bfloat16", 256, 2048, ROUND, True),
     (90, "bfloat16", 256, 2048, "", False),
@@ -53,6 +53,8 @@ SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, "gfx942": 65536}  # the mo
 # only from the groups to the kernel's start, where there are no registers for it: twelve words, stored once a launch.
 # (By Triton 3.6 two words.) Logits that are not rounded wait in twice the registers.
 TURNS_STACK = {True: 48, False: 80}
+# The wide tile with numbers of the logits' shape, by architecture: the most of Triton 3.6 and 3.9.
+LATE_STACK = {90: 104, 100: 256}
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +77,12 @@ def test_shipped_tiles(table, n):
     assert row["shared"] <= SHARED_MEMORY[CASES[n][0]], row
     arch, dtype, batch, depth = CASES[n][:4]
     turns = arch == 90 and dtype.endswith("16") and (batch == 256 or (batch, depth) == (128, 2048))
-    assert row["turns"] == (turns and len(CASES[n]) == 6)
+    assert row["turns"] == (turns and len(CASES[n]) == 6 and CASES[n][4] != LATE)
     if row["turns"]:
         assert row["spilled"] <= TURNS_STACK[CASES[n][4].startswith(ROUND)], row
         assert row["together"], "a stage is given back by a thread that has not waited for the others' products"
     else:
-        assert row["spilled"] == 0, row
+        assert row["spilled"] <= (LATE_STACK[arch] if (CASES[n][4], batch) == (LATE, 128) else 0), row
     assert row["greedy"] or not isinstance(CASES[n][5], str), "the greedy token goes by the draw's program"
     assert row["alone"], f"threads that hold one row read its best score apart, and may part at a branch: {row}"
 
