@@ -490,6 +490,21 @@ def test_calls_differ_and_manual_seed_reproduces():
         assert (a == b).sum() < 7
 
 
+def test_seeds_of_several_draws_are_one_launch_and_no_copies():
+    def step(h, weights):
+        return [draw(h, W) for W in weights]
+
+    flat = torch.zeros(64, FEATURES), [torch.zeros(VOCAB, FEATURES) for _ in range(3)]
+    with torch.no_grad():
+        tokens, code = generated(compiled(step, {**FUSE, "flashsampling.strict": True}), *flat)
+    assert calls_in(code) == 3
+    text = "".join(code)
+    assert text.count("aten.randint.low_out(") == 1
+    assert "cpp_fused" not in text
+    for a, b in itertools.combinations(tokens, 2):
+        assert (a == b).sum() < 7  # of 64, with probability 1/160 each
+
+
 def test_mixed_greedy_rows():
     def step(h, W, T):
         logits = F.linear(h, W)

@@ -144,6 +144,22 @@ def test_logits_are_never_allocated():
     assert torch.cuda.max_memory_allocated() - before < batch * vocab * 2 / 4
 
 
+@pytest.mark.parametrize("batch", [4, 256])
+def test_a_step_is_one_launch_and_one_for_its_seed(batch):
+    h, W = matrices(batch, 128_000, 128)
+    step = compiled(draw)
+    with torch.no_grad():
+        step(h, W)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            step(h, W)
+            torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    ours = "gemm_sample_kernel" if batch == 4 or torch.cuda.get_device_capability() != (9, 0) else "pingpong_kernel"
+    assert len(kernels) == 2, kernels
+    assert kernels[1] == ours
+
+
 def test_two_draws_of_one_step_differ():
     def step(h, W):
         return draw(h, W), draw(h * 1.0, W)
