@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import platform
+import random
 import statistics
 import sys
 import time
@@ -145,36 +146,47 @@ class GraphTimer:
                 call()
         self.graph.replay()
 
-    def round(self) -> float:
-        """Microseconds a call."""
+    def start(self) -> Callable[[], float]:
+        """Replay it. The result waits for the end, and returns microseconds a call."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self.graph.replay()
         end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / self.calls
+
+        def wait() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) * 1e3 / self.calls
+
+        return wait
 
 
 class WallTimer:
     """One variant on the CPU, call by call."""
 
-    def __init__(self, call: Call, calls: int):
+    def __init__(self, call: Call):
         self.call = call
         call()
 
-    def round(self) -> float:
+    def start(self) -> Callable[[], float]:
         begin = time.perf_counter()
         self.call()
-        return (time.perf_counter() - begin) * 1e6
+        elapsed = (time.perf_counter() - begin) * 1e6
+        return lambda: elapsed
 
 
 def measure(calls: dict[str, Call], rounds: int, on_gpu: bool) -> dict[str, float]:
     """Median microseconds of each variant, all measured in turn."""
-    timers = {name: (GraphTimer if on_gpu else WallTimer)(call, 5) for name, call in calls.items()}
+    timers = {name: GraphTimer(call, 10) if on_gpu else WallTimer(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
+    shuffle = random.Random(0).shuffle
     for _ in range(rounds):
-        for name, timer in timers.items():
-            times[name].append(timer.round())
+        shuffle(names)  # clocks depend on the power that was drawn just before
+        if on_gpu:  # not measured: while it runs the others are queued, so that none of them waits for the CPU
+            timers[names[-1]].start()
+        started = {name: timers[name].start() for name in names}
+        for name, wait in started.items():
+            times[name].append(wait())
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -228,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu = args.device == "cuda"
     import fs_inductor.backend  # noqa: F401 - registers the ops, and the backend where it is not installed
 
+    args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     result = {"environment": environment(on_gpu), "ceilings": ceilings(on_gpu), "dtype": args.dtype, "cells": []}
     cells = [(v, d, b) for v, d in args.shapes for b in args.batches]
@@ -242,11 +255,11 @@ def main(argv: list[str] | None = None) -> int:
         if on_gpu:
             cell["extra_bytes"] = extra_memory(hidden, weight, "")
         result["cells"].append(cell)
-    args.out.mkdir(parents=True, exist_ok=True)
+        # After each cell, so that a run that is cut short leaves what it has measured.
+        (args.out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
     text = table(result)
     print(text)
     (args.out / "benchmark.md").write_text(text + "\n")
-    (args.out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
     plots = plot_all(result, args.out)
     print("written:", ", ".join(str(p) for p in [args.out / "benchmark.md", args.out / "benchmark.json", *plots]))
     return 0
