@@ -72,7 +72,10 @@ def _multiply(acc, hidden, weight, b0, v0, d, B, V, D, stride_hb, stride_hd, str
     return tl.dot(h, w.T, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["B", "id_base", "num_draws", "block", "channel", "capacity"])
+@triton.jit(
+    do_not_specialize=["B", "id_base", "num_draws", "block", "channel", "capacity"],
+    do_not_specialize_on_alignment=["seed"],
+)
 def gemm_sample_kernel(
     hidden, weight, seed, out, greedy_out, scratch_words, block, channel, capacity, operands, operand_strides,
     B, V, D, id_base, shift, num_draws, stride_hb, stride_hd, stride_wv, stride_wd,
@@ -172,7 +175,7 @@ def gemm_sample_kernel(
     # The barrier orders this program's updates before its one thread counts; the counter orders programs.
     tl.debug_barrier()
     done = tl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
-    if done == tl.num_programs(0) - 1:
+    if done + 1 == tl.num_programs(0):
         if WORLD > 0:
             exchange_winners(best, out, B.to(tl.int64) * num_draws, block, channel, capacity, WORLD)
         else:

@@ -392,7 +392,8 @@ def finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, count, BLOCK):
         slots = start + count_to(BLOCK).to(tl.int64)
         mask = slots < count
-        word = tl.atomic_xchg(best + slots, tl.zeros_like(slots).to(tl.uint64), mask=mask, sem="relaxed", scope="gpu")
+        word = tl.load(best + slots, mask=mask, other=0, volatile=True)
+        tl.store(best + slots, tl.zeros_like(slots).to(tl.uint64), mask=mask)
         if WORDS:
             token = word ^ 0x8000000000000000
         else:

@@ -33,7 +33,7 @@ from .gluon_twin import instead_of, twin
 from .rng import GROUP
 from .tiles import Tile
 
-# By their names in Triton 3.9, or in 3.6.
+# By their names in Triton 3.9, or before.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
@@ -158,7 +158,7 @@ def _read_best(best, b0, B):
 
 
 @gluon.jit
-def _lay_out(masks, columns, laid_out, used, num_tiles, num_b, shift, B, V, operands, strides, MASKS: gl.constexpr,
+def _lay_out(masks, columns, laid_out, used, shift, B, V, operands, strides, MASKS: gl.constexpr,
              TOKENS: gl.constexpr, NUM_TOKENS: gl.constexpr, BLOCK: gl.constexpr):
     """Put each tile's values by token, and its mask as bits, where the group whose tile it is will find them.
 
@@ -167,7 +167,8 @@ def _lay_out(masks, columns, laid_out, used, num_tiles, num_b, shift, B, V, oper
     if MASKS is not None or NUM_TOKENS:
         which = 0
         phase = 1
-        for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        num_b, num_tiles = _tiles(B, V, shift, BLOCK)
+        for tile in range(_program(), num_tiles, gl.num_programs(0)):
             v0 = tile // num_b * BLOCK - shift
             b0 = tile % num_b * BLOCK
             i = gl.arange(0, 16, layout=gl.SliceLayout(1, _FOURS))
@@ -260,6 +261,64 @@ def _halves(x):
 
 
 @gluon.jit
+def _split_columns(x):
+    return gl.split(x.reshape(64, 2, x.shape[1] // 2).permute(0, 2, 1))
+
+
+@gluon.jit
+def _join_columns(x, y):
+    return gl.join(x, y).permute(0, 2, 1).reshape(64, 2 * x.shape[1])
+
+
+@gluon.jit
+def _pieces(x):
+    """Half a tile, as [64, 64] words or [64, 128] logits, in pieces of 32 columns."""
+    low, high = _split_columns(x)
+    if x.shape[1] == 64:
+        return low, high
+    else:
+        x0, x1 = _split_columns(low)
+        x2, x3 = _split_columns(high)
+        return x0, x1, x2, x3
+
+
+@gluon.jit
+def _whole(pieces):
+    if len(pieces) == 2:
+        return _join_columns(pieces[0], pieces[1])
+    else:
+        return _join_columns(_join_columns(pieces[0], pieces[1]), _join_columns(pieces[2], pieces[3]))
+
+
+@gluon.jit
+def _by_four(piece):
+    """A piece as it waits, [2, 1024]: four values of a thread, then those of the next one."""
+    E: gl.constexpr = 1 if piece.dtype == gl.int32 else 2  # neighbours that a thread has
+    return piece.reshape(64, 2, 4 // E, 4, E).permute(1, 0, 3, 2, 4).reshape(2, 1024)
+
+
+@gluon.jit
+def _fetch(place, like):
+    """The piece that waits at `place`, in the layout of another one."""
+    E: gl.constexpr = 1 if like.dtype == gl.int32 else 2
+    x = place.load(_by_four(like).type.layout)
+    return gl.convert_layout(x.reshape(2, 64, 4, 4 // E, E).permute(1, 0, 3, 2, 4).reshape(64, 32), like.type.layout)
+
+
+@gluon.jit
+def _program():
+    """gl.program_id(0), asked for where it is needed: the compiler would do so before all groups' code, and spill."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _tiles(B, V, shift, BLOCK: gl.constexpr):
+    """How many tiles one of ids has, a tile a block of rows, and how many there are."""
+    num_b = gl.cdiv(B, BLOCK)
+    return num_b, gl.cdiv(V + shift, BLOCK) * num_b
+
+
+@gluon.jit
 def _before(stage, N: gl.constexpr, STAGES: gl.constexpr):
     return gl.where(stage < N, stage + STAGES - N, stage - N)
 
@@ -270,12 +329,13 @@ _finish = twin(offers.finish)
 
 
 @gluon.jit
-def _fill(hidden, weight, h_ring, w_ring, full, empty, num_tiles, num_b, steps, shift, BLOCK: gl.constexpr,
+def _fill(hidden, weight, h_ring, w_ring, full, empty, B, V, steps, shift, BLOCK: gl.constexpr,
           BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """Copy the blocks of all the program's tiles, in their order."""
+    num_b, num_tiles = _tiles(B, V, shift, BLOCK)
     stage = 0
     phase = 1  # of a barrier that nobody has arrived at, the phase before counts as passed
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for tile in range(_program(), num_tiles, gl.num_programs(0)):
         v0 = tile // num_b * BLOCK - shift
         b0 = tile % num_b * BLOCK
         for step in range(steps):
@@ -290,15 +350,16 @@ def _fill(hidden, weight, h_ring, w_ring, full, empty, num_tiles, num_b, steps, 
 
 
 @gluon.jit
-def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty, laid_out, used, turns, num_tiles,
-                num_b, steps, shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS: gl.constexpr,
-                ROWS: gl.constexpr, EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr,
-                MASKED: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr,
+def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, aside, masks, columns, full, empty, laid_out, used, turns, steps,
+                shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS: gl.constexpr, ROWS: gl.constexpr,
+                EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr, MASKED: gl.constexpr,
+                PACK: gl.constexpr, ASIDE: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr,
                 STAGES: gl.constexpr):
     """Multiply and offer every second tile of the program, from its first one on or from its second."""
+    num_b, num_tiles = _tiles(B, V, shift, BLOCK)
     step0 = WHICH * steps  # the program's steps before this tile
     turn = 0
-    for tile in range(gl.program_id(0) + WHICH * gl.num_programs(0), num_tiles, 2 * gl.num_programs(0)):
+    for tile in range(_program() + WHICH * gl.num_programs(0), num_tiles, 2 * gl.num_programs(0)):
         v0 = tile // num_b * BLOCK - shift
         b0 = tile % num_b * BLOCK
         # All that does not need the product.
@@ -325,6 +386,11 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
         for n in gl.static_range(1, _IN_FLIGHT + 1):
             mbarrier.arrive(empty.index(_before(stage, n, STAGES)), pred=steps >= n)
         x, next_x = _halves(acc if PACK is None else _pack(acc, PACK))
+        if ASIDE:
+            pieces = _pieces(next_x)
+            next_x = pieces[0]
+            for n in gl.static_range(ASIDE):
+                aside.index(WHICH * ASIDE + n).store(_by_four(pieces[1 + n]))
         tokens = ()
         for n in gl.static_range(NUM_TOKENS):
             tokens = tokens + (columns.index(WHICH * NUM_TOKENS + n),)  # noqa: RUF005 - no stars in kernels
@@ -337,7 +403,13 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
                 kept = (masks.index(WHICH * 2 + half),) + kept  # noqa: RUF005 - no stars in kernels
             _offer_tile(logits, v0, b0 + half * 8, B, V, id_base, 1, seed, best, words, operands, strides, kept, None,
                         EPILOGUE, None, GREEDY, False, ROW_SEEDS, True, G, BLOCK // 2, BLOCK, 256, False)
-            x = next_x
+            if ASIDE:
+                pieces = (next_x,)
+                for n in gl.static_range(ASIDE):
+                    pieces = pieces + (_fetch(aside.index(WHICH * ASIDE + n), next_x),)  # noqa: RUF005
+                x = gl.convert_layout(_whole(pieces), x.type.layout)
+            else:
+                x = next_x
             words = next_words
             rows = next_rows
         if MASKED or NUM_TOKENS:
@@ -346,22 +418,21 @@ def _take_turns(WHICH: gl.constexpr, h_ring, w_ring, masks, columns, full, empty
         turn ^= 1
 
 
-@gluon.jit(do_not_specialize=["B", "id_base"])
+@gluon.jit(do_not_specialize=["B", "id_base"], do_not_specialize_on_alignment=["seed"])
 def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides, B, V, D, id_base, shift,
                     MASKS: gl.constexpr, TOKENS: gl.constexpr, NUM_TOKENS: gl.constexpr, ROWS: gl.constexpr,
                     EPILOGUE: gl.constexpr, GREEDY: gl.constexpr, ROW_SEEDS: gl.constexpr, WORDS: gl.constexpr,
-                    PACK: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr, BLOCK_D: gl.constexpr,
-                    STAGES: gl.constexpr):
+                    PACK: gl.constexpr, ASIDE: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr,
+                    BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """hidden [B, D], weight [V, D]: descriptors; out int64 [B, 1].
 
     MASKS, TOKENS, ROWS: how to load a mask, NUM_TOKENS operands by token, and those by row or of one value.
     PACK: None, or "bf16" or "f16", to which the program rounds first: left out of EPILOGUE, and done here.
+    ASIDE: of the second half of a tile, how many pieces wait in shared memory while the first is offered.
     The other arguments are those of `gemm_sample_kernel`.
     """
     MASKED: gl.constexpr = MASKS is not None
     best = (scratch_words + 1).to(gl.pointer_type(gl.uint64), bitcast=True)
-    num_b = gl.cdiv(B, BLOCK)
-    num_tiles = gl.cdiv(V + shift, BLOCK) * num_b
     steps = gl.cdiv(D, BLOCK_D)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     h_ring = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK, BLOCK_D], hidden.layout)
@@ -374,6 +445,9 @@ def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides,
     columns = turns
     masks = turns
     halves_masks = turns
+    aside = turns
+    if ASIDE:
+        aside = gl.allocate_shared_memory(gl.float32 if PACK is None else gl.int32, [2 * ASIDE, 2, 1024], _IN_ORDER)
     if MASKED or NUM_TOKENS:
         laid_out = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
         used = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
@@ -393,19 +467,19 @@ def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides,
     mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_take_turns, (0, h_ring, w_ring, halves_masks, columns, full, empty, laid_out, used, turns, num_tiles, num_b,
-                       steps, shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS, ROWS, EPILOGUE, GREEDY,
-                       ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
-        (_take_turns, (1, h_ring, w_ring, halves_masks, columns, full, empty, laid_out, used, turns, num_tiles, num_b,
-                       steps, shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS, ROWS, EPILOGUE, GREEDY,
-                       ROW_SEEDS, MASKED, PACK, G, BLOCK, STAGES)),
-        (_fill, (hidden, weight, h_ring, w_ring, full, empty, num_tiles, num_b, steps, shift, BLOCK, BLOCK_D, STAGES)),
-        (_lay_out, (masks, columns, laid_out, used, num_tiles, num_b, shift, B, V, operands, strides, MASKS, TOKENS,
-                    NUM_TOKENS, BLOCK)),
+        (_take_turns, (0, h_ring, w_ring, aside, halves_masks, columns, full, empty, laid_out, used, turns, steps,
+                       shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS, ROWS, EPILOGUE, GREEDY,
+                       ROW_SEEDS, MASKED, PACK, ASIDE, G, BLOCK, STAGES)),
+        (_take_turns, (1, h_ring, w_ring, aside, halves_masks, columns, full, empty, laid_out, used, turns, steps,
+                       shift, B, V, id_base, seed, best, operands, strides, NUM_TOKENS, ROWS, EPILOGUE, GREEDY,
+                       ROW_SEEDS, MASKED, PACK, ASIDE, G, BLOCK, STAGES)),
+        (_fill, (hidden, weight, h_ring, w_ring, full, empty, B, V, steps, shift, BLOCK, BLOCK_D, STAGES)),
+        (_lay_out, (masks, columns, laid_out, used, shift, B, V, operands, strides, MASKS, TOKENS, NUM_TOKENS,
+                    BLOCK)),
     ], [8, 1, 2], [112, 32, 32])
     tl.debug_barrier()
     done = gl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
-    if done == gl.num_programs(0) - 1:
+    if done + 1 == gl.num_programs(0):
         _finish(best, out, B.to(gl.int64), WORDS, 1024)
         gl.store(scratch_words, 0)
     # Else what hands the counter around would lie where the copy engine has written.
@@ -447,6 +521,8 @@ def launch(
     vocab = weight.shape[0]
     shift = id_base % GROUP
     functions, num_masks, num_tokens = _functions(program, kinds, tuple(used), seed is None)
+    # What registers have no room for: three of four where logits wait as they are, one of two words beside a mask.
+    aside = 3 if functions["PACK"] is None else num_masks
     num_tiles = -(-(vocab + shift) // _BLOCK) * -(-num_rows // _BLOCK)
     # fmt: off
     pingpong_kernel[(min(num_tiles, num_sms),)](
@@ -454,7 +530,8 @@ def launch(
         _descriptor(weight.base, weight.strides, weight.block_shape),
         seed, out, scratch_words, tuple(operands), strides, num_rows, vocab, depth, id_base, shift,
         **functions, NUM_TOKENS=num_tokens, GREEDY=seed is None, ROW_SEEDS=seed is not None and seed.dim() == 1,
-        WORDS=words, G=GROUP, BLOCK=_BLOCK, BLOCK_D=tile.block_d, STAGES=_stages(tile, num_masks, num_tokens),
+        WORDS=words, ASIDE=aside, G=GROUP, BLOCK=_BLOCK, BLOCK_D=tile.block_d,
+        STAGES=_stages(tile, num_masks, num_tokens, aside),
         num_warps=tile.num_warps, enable_fp_fusion=True, sanitize_overflow=False,  # integers here wrap on purpose
     )
     # fmt: on
@@ -473,9 +550,10 @@ def _functions(program: Program, kinds: tuple[Kind, ...], used: tuple[int, ...],
     return functions, len(masks), len(tokens)
 
 
-def _stages(tile: Tile, num_masks: int, num_tokens: int) -> int:
-    """As many as the tile asks for and shared memory has room for, beside masks and values by token for each group."""
-    rest = 2 * (num_masks * _BLOCK * _BLOCK // 8 + num_tokens * _BLOCK * 4) + 2048  # barriers, and what reductions need
+def _stages(tile: Tile, num_masks: int, num_tokens: int, aside: int) -> int:
+    """As many as the tile asks for and shared memory has room for, beside what each group's tile needs."""
+    waiting = num_masks * _BLOCK * _BLOCK // 8 + num_tokens * _BLOCK * 4 + aside * 64 * 32 * 4
+    rest = 2 * waiting + 2048  # barriers, and what reductions need
     return min(tile.num_stages, (_SHARED_MEMORY - rest) // (2 * _BLOCK * tile.block_d * 2))
 
 
