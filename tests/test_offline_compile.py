@@ -82,6 +82,7 @@ def test_shipped_tiles(table, n):
     may_spill = (row["turns"] and CASES[n][4] in (MASKED, UNROUNDED)) or (arch, batch) == (100, 256)
     assert row["spilled"] <= (SPILLED.get((version("triton")[:3], arch), 0) if may_spill else 0), row
     assert not row["turns"] or row["together"], "a stage is given back by a thread that has not waited for the others"
+    assert row["reads_first"], "the last program may zero winners that another of its threads has yet to read"
     assert row["greedy"] or not isinstance(CASES[n][5], str), "the greedy token goes by the draw's program"
     assert row["alone"], f"threads that hold one row read its best score apart, and may part at a branch: {row}"
 
@@ -151,6 +152,7 @@ def describe(compiled):
     greedy: whether the kernel multiplies by 5, as the second program of CASES does."""
     found = {"shared": compiled.metadata.shared, "alone": reads_alone(compiled.asm["ttgir"])}
     found["turns"] = "warp_specialize" in compiled.asm["ttgir"]
+    found["reads_first"] = "ptx" not in compiled.asm or reads_first(compiled.asm["ptx"])
     found["greedy"] = "5.000000e+00" in compiled.asm["ttgir"]
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
@@ -175,6 +177,13 @@ def arrives_together(ptx):
     steps = re.findall(r"wgmma.wait_group|bar.sync|mbarrier.arrive.shared", ptx)
     before = [steps[n - 1] for n, step in enumerate(steps) if step == "mbarrier.arrive.shared"]
     return set(before) == {"bar.sync"}
+
+
+def reads_first(ptx):
+    """Whether a barrier stands between the last reads of winners and the first store behind them."""
+    steps = re.findall(r"ld.volatile.global|bar.sync|st.global", ptx)
+    last = len(steps) - steps[::-1].index("ld.volatile.global")
+    return steps[last] == "bar.sync"
 
 
 def reads_alone(ttgir):

@@ -29,7 +29,19 @@ RICH = (
 SEED = torch.tensor(7, device=DEVICE)
 
 
-def run(rows, vocab, depth, dtype, draws=1, row_seeds=False, id_base=0, rich=True, config=None, transposed=False):
+def run(
+    rows,
+    vocab,
+    depth,
+    dtype,
+    draws=1,
+    row_seeds=False,
+    id_base=0,
+    rich=True,
+    rounded=True,
+    config=None,
+    transposed=False,
+):
     hidden = torch.randn(rows, depth, device=DEVICE, dtype=dtype)
     weight = torch.randn(vocab, depth, device=DEVICE, dtype=dtype)
     if transposed:
@@ -39,7 +51,7 @@ def run(rows, vocab, depth, dtype, draws=1, row_seeds=False, id_base=0, rich=Tru
         torch.randn(vocab, device=DEVICE),
         torch.rand(rows, vocab, device=DEVICE) < 0.3,
     ]
-    program = ROUND[dtype] + RICH * rich
+    program = ROUND[dtype if rounded else torch.float32] + RICH * rich
     operands = operands * rich
     seed = torch.arange(rows, device=DEVICE) if row_seeds else SEED
     drawn = gemm_sample.sample(hidden, weight, seed, operands, program, draws, id_base, config)
@@ -64,6 +76,7 @@ def variants():
         {"rows": 600, "vocab": 300, "depth": 64, "config": WIDE},
         {"rows": 300, "vocab": 20000, "depth": 520, "config": TURNS},
         {"rows": 300, "vocab": 20000, "depth": 520, "rich": False, "row_seeds": True, "id_base": 40, "config": TURNS},
+        {"rows": 300, "vocab": 20000, "depth": 520, "rounded": False, "config": TURNS},
         {"rows": 20, "vocab": 700, "depth": 64, "config": Tile(16, 128, 64, 4, 3, use_tma=False)},
         {"rows": 130, "vocab": 515, "depth": 136, "config": SQUARE},
         {"rows": 40, "vocab": 70000, "depth": 64, "rich": False},  # tiles enough for every second program to start late
