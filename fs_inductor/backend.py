@@ -10,12 +10,14 @@ import torch
 from torch._dynamo.backends.registry import list_backends, register_backend
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import ops, tp_ops  # noqa: F401 - compiled code, cached code too, calls the registered ops
 from .gain import may_guard
 from .graph_pass import FlashSamplingPass, PassSequence
 from .options import Options
 from .report import Report
+from .seeds import SeedViews
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +58,10 @@ def compile_graph(
     inductor = torch._TorchCompileInductorWrapper(mode, rest, None)
     if ours.enabled:
         _reserve_scratch(example_inputs)
-        user = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
         fuse = FlashSamplingPass(ours, report, may_guard(example_inputs))
-        inductor.config["joint_custom_pre_pass"] = _with_users_pass(fuse, user)
+        for name, each in (("joint_custom_pre_pass", fuse), ("joint_custom_post_pass", SeedViews())):
+            user = inductor.config.get(name, getattr(inductor_config, name))
+            inductor.config[name] = _with_users_pass(each, user)
     hits = _cache_hits()
     compiled = inductor(gm, example_inputs)
     if ours.enabled and _cache_hits() > hits:
@@ -74,7 +77,7 @@ def _cache_hits() -> int:
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 
-def _with_users_pass(ours: FlashSamplingPass, user: Any) -> FlashSamplingPass | PassSequence:
+def _with_users_pass(ours: CustomGraphPass, user: Any) -> CustomGraphPass:
     if not user:
         return ours
     return PassSequence([*(user if isinstance(user, (list, tuple)) else [user]), ours])

@@ -30,6 +30,8 @@ def explain(
 
     >>> print(fs_inductor.explain(decode_step)(input_ids, cache))
     """
+    if not callable(fn):
+        raise TypeError(f"explain takes the function or module that torch.compile would, not {type(fn).__name__}")
     options = _options_of(fn) if options is None else options
     Options.split(options)  # a bad option is an error here, not at the call
     relaxed = {**(options or {}), "flashsampling.strict": False, "flashsampling.enabled": True}

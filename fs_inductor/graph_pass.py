@@ -23,7 +23,7 @@ from .recognise.shapes import shape
 from .recognise.tails import SINK_TARGETS, Site, recognise
 from .recognise.together import Group, group_sites
 from .report import Called, Fused, Missed, NotFusedError, Report, location_of
-from .rewrite import erase, rewrite, share_seeds
+from .rewrite import erase, rewrite
 from .tuning import tune_calls
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,6 @@ class FlashSamplingPass(CustomGraphPass):
             fused |= {site.sink: _fused_record(site, calls[site]) for site in group.sites}
         if rewritten:
             erase(graph, rewritten)
-            share_seeds(graph)
         rewrap(graph, wrapped)
         if rewritten:
             graph.lint()

@@ -68,9 +68,7 @@ def _call(editor: GraphEditor, heads: list[Site], replaced: dict[Node, Node]) ->
     total = sum(site.draws for site in draws)
     if draws:
         # One seed a call: drawn on the device inside the graph, so that manual_seed reproduces and replays differ.
-        # Not as `inductor_seed`, for what Inductor makes of that copies every seed by a kernel of its own.
-        seeds = editor.call(prims.inductor_seeds.default, 1, hidden.meta["val"].device)
-        seed = editor.call(aten.select.int, seeds, 0, 0)
+        seed = editor.call(prims.inductor_seed.default, hidden.meta["val"].device)
     gather = heads[0].gather
     if gather is not None:
         shard = (builder.vocab(), gather.capacity, gather.group)
@@ -100,20 +98,6 @@ def _call(editor: GraphEditor, heads: list[Site], replaced: dict[Node, Node]) ->
             mine = editor.call(aten.select.int, mine, 1, 0)
         results[site] = builders[site].shape_like_sink(mine)
     return call, results
-
-
-def share_seeds(graph: Graph) -> None:
-    """Lets one launch draw the seeds of all calls on a device."""
-    drawn: dict[torch.device, list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=prims.inductor_seeds.default):
-        drawn.setdefault(node.args[1], []).append(node)
-    for device, (first, *others) in drawn.items():
-        first.args = (1 + len(others), device)
-        first.meta["val"] = first.meta["val"].new_empty(1 + len(others))
-        for i, node in enumerate(others, 1):
-            (seed,) = node.users
-            seed.args = (first, 0, i)
-            graph.erase_node(node)
 
 
 def _stack(editor: GraphEditor, site: Site, tokens: list[Node]) -> Node:

@@ -393,10 +393,10 @@ def finish(best, out, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
         slots = start + count_to(BLOCK).to(tl.int64)
         mask = slots < count
         word = tl.load(best + slots, mask=mask, other=0, volatile=True)
-        tl.debug_barrier()  # the thread that zeroes a word need not be the one that read it
-        tl.store(best + slots, tl.zeros_like(slots).to(tl.uint64), mask=mask)
         if WORDS:
             token = word ^ 0x8000000000000000
         else:
             token = 0xFFFFFFFF - (word & 0xFFFFFFFF)
         tl.store(out + slots, token.to(tl.int64), mask=mask)
+        tl.debug_barrier()  # the thread that zeroes a word need not be the one that has read it, and stored its token
+        tl.store(best + slots, tl.zeros_like(slots).to(tl.uint64), mask=mask)

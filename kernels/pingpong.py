@@ -303,8 +303,9 @@ def launch(
     vocab = weight.shape[0]
     shift = id_base % GROUP
     functions, num_masks, num_tokens = _functions(program, kinds, tuple(used), seed is None)
-    # What registers have no room for: three of four where logits wait as they are, one of two words beside a mask.
-    aside = 3 if functions["PACK"] is None else num_masks
+    # What registers have no room for: three of four where logits wait as they are, one of two beside a mask, or where
+    # unpacking takes registers too.
+    aside = {None: 3, "f16": 1, "bf16": num_masks}[functions["PACK"]]
     num_tiles = -(-(vocab + shift) // _BLOCK) * -(-num_rows // _BLOCK)
     # fmt: off
     pingpong_kernel[(min(num_tiles, num_sms),)](

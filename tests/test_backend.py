@@ -30,6 +30,7 @@ from fs_inductor import graph_pass
 from fs_inductor.backend import flashsampling
 from fs_inductor.graph_pass import FlashSamplingPass, PassSequence
 from fs_inductor.options import Options
+from fs_inductor.seeds import SeedViews
 
 ROOT = Path(__file__).parents[1]
 FUSE = {"flashsampling.min_vocab": 0}
@@ -109,6 +110,7 @@ def test_modes(mode, monkeypatch):
     torch.compile(greedy, backend=flashsampling, mode=mode)(h, W)
     expected = torch._TorchCompileInductorWrapper(mode, None, None).config
     ours = seen[0].pop("joint_custom_pre_pass")
+    assert isinstance(seen[0].pop("joint_custom_post_pass"), SeedViews)
     assert isinstance(ours, FlashSamplingPass)
     assert seen[0] == expected
 
@@ -319,9 +321,10 @@ def test_users_own_pass_runs_before_ours(kind):
     assert "aten.argmax" in users.graphs[0]
 
 
-def test_users_pass_from_the_global_config_runs():
+@pytest.mark.parametrize("name", ["joint_custom_pre_pass", "joint_custom_post_pass"])
+def test_users_pass_from_the_global_config_runs(name):
     users = Recording()
-    with inductor_config.patch(joint_custom_pre_pass=users):
+    with inductor_config.patch({name: users}):
         _, code = generated(compiled(greedy), h, W)
     assert len(users.graphs) == 1
     assert calls_in(code) == 1
@@ -503,6 +506,21 @@ def test_seeds_of_several_draws_are_one_launch_and_no_copies():
     assert "cpp_fused" not in text
     for a, b in itertools.combinations(tokens, 2):
         assert (a == b).sum() < 7  # of 64, with probability 1/160 each
+
+
+def test_a_draw_and_a_dropout_have_seeds_of_their_own():
+    """The partitioner takes equal seed nodes for one; Inductor's dropout has such a node too."""
+
+    def step(x, W):
+        return F.dropout(x).sum(), draw(x, W)
+
+    x = torch.zeros(64, FEATURES, requires_grad=True)
+    (loss, _), code = run_and_get_code(compiled(step, {**FUSE, "flashsampling.strict": True}), x, W)
+    loss.backward()
+    assert calls_in(code) == 1
+    (count,) = re.findall(r"aten\.randint\.low_out\(.*?, \[(\d+)\], out=", "".join(code))
+    assert count == "2"
+    assert set(x.grad.unique().tolist()) == {0.0, 2.0}
 
 
 def test_mixed_greedy_rows():

@@ -320,3 +320,8 @@ def test_counters_survive():
     explain(no_sink, h, W)
     assert counters["graph_break"]["somebody else's"] == 3
     del counters["graph_break"]["somebody else's"]
+
+
+def test_what_is_no_function_is_said_at_once():
+    with pytest.raises(TypeError, match=r"explain takes the function or module that torch.compile would, not int"):
+        explain(3)

@@ -47,7 +47,7 @@ CASES = [
     *((arch, "bfloat16", batch, 2048, LATE, False) for arch in (90, 100) for batch in (64, 128)),
     *((90, "bfloat16", batch, 2048, LATE_MASKED, False) for batch in (16, 32, 64, 128)),
     (90, "bfloat16", 256, 2048, UNROUNDED, False),
-    (90, "float16", 256, 2048, TEMPERED, False),
+    *((90, "float16", 256, 2048, program.replace("bf16", "f16"), False) for program in (TEMPERED, MASKED)),
     (90, "bfloat16", 256, 2048, ROUND, True),
     (90, "bfloat16", 256, 2048, "", False),
     (90, "bfloat16", 256, 2048, "x0 = mul(a0, 2.0)", False),  # nothing of the product
@@ -79,7 +79,7 @@ def test_shipped_tiles(table, n):
     arch, dtype, batch, depth = CASES[n][:4]
     turns = arch == 90 and dtype.endswith("16") and (batch == 256 or (batch, depth) == (128, 2048))
     assert row["turns"] == (turns and len(CASES[n]) == 6 and CASES[n][4] not in (LATE, LATE_MASKED))
-    may_spill = (row["turns"] and CASES[n][4] in (MASKED, UNROUNDED)) or (arch, batch) == (100, 256)
+    may_spill = (row["turns"] and "where" in CASES[n][4]) or (arch, batch) == (100, 256)
     assert row["spilled"] <= (SPILLED.get((version("triton")[:3], arch), 0) if may_spill else 0), row
     assert not row["turns"] or row["together"], "a stage is given back by a thread that has not waited for the others"
     assert row["reads_first"], "the last program may zero winners that another of its threads has yet to read"
@@ -180,10 +180,11 @@ def arrives_together(ptx):
 
 
 def reads_first(ptx):
-    """Whether a barrier stands between the last reads of winners and the first store behind them."""
+    """Whether a barrier stands between the last reads of winners and the stores of zeros."""
     steps = re.findall(r"ld.volatile.global|bar.sync|st.global", ptx)
-    last = len(steps) - steps[::-1].index("ld.volatile.global")
-    return steps[last] == "bar.sync"
+    behind = steps[len(steps) - steps[::-1].index("ld.volatile.global") :]
+    stores = behind[behind.index("st.global") :]  # of tokens, for which all reads are waited for, then of zeros
+    return "bar.sync" in stores and stores[-1] == "st.global"
 
 
 def reads_alone(ttgir):
