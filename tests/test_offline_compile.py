@@ -183,8 +183,8 @@ def reads_first(ptx):
     """Whether a barrier stands between the last reads of winners and the stores of zeros."""
     steps = re.findall(r"ld.volatile.global|bar.sync|st.global", ptx)
     behind = steps[len(steps) - steps[::-1].index("ld.volatile.global") :]
-    stores = behind[behind.index("st.global") :]  # of tokens, for which all reads are waited for, then of zeros
-    return "bar.sync" in stores and stores[-1] == "st.global"
+    # Tokens, whose stores wait for all reads, then zeros.
+    return "st.global bar.sync st.global" in " ".join(behind)
 
 
 def reads_alone(ttgir):
