@@ -103,8 +103,8 @@ _HOPPER_16_SHORT = _HOPPER_16 | {64: Tile(64, 128, 128, num_warps=4, num_stages=
 # At 128 rows, long products hide what the wide tile's epilogue costs, and read the hidden states half as often. Memory
 # is the limit there: a stage more.
 _HOPPER_16_LONG = _HOPPER_16 | {128: replace(WIDE, num_stages=4)}
-# With numbers of the logits' shape the wide tile spills (80 to 280 bytes, 400 to 600 with a mask beside them), and
-# without it was as fast on average: 10 % slower above 128 rows, but up to 25 % faster with a mask or at 128.
+# With numbers of the logits' shape the wide tile spills: 80 to 280 bytes, 400 to 600 with a mask beside them. The
+# square one does not, and is as fast on average: 10 % slower above 128 rows, up to 24 % faster at 128 or with a mask.
 _HOPPER_16_LATE = _HOPPER_16 | {128: SQUARE, None: SQUARE}
 # Without the copy engine the pointers take registers, and shared memory ends at 100 KiB on consumer cards.
 _POINTER_16 = {

@@ -53,8 +53,8 @@ CASES = [
     (90, "bfloat16", 256, 2048, "x0 = mul(a0, 2.0)", False),  # nothing of the product
 ]
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, "gfx942": 65536}  # the most one block may have, in bytes
-# Bytes of numbers that are stored once a launch: by Triton 3.7 where two groups take turns and there is a mask, by 3.6
-# of the wide tile on Blackwell. By all others, and of all else, none.
+# Bytes that are stored once a launch: by Triton 3.7 where two groups take turns and there is a mask, by 3.6 for the
+# wide tile on Blackwell. By the others, and for all else, none.
 SPILLED = {("3.7", 90): 8, ("3.6", 100): 16}
 
 
