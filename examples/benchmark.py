@@ -179,7 +179,7 @@ class WallTimer:
 
 
 def measure(calls: dict[str, Call], rounds: int, on_gpu: bool) -> dict[str, float]:
-    """Median microseconds of each variant, all measured in turn."""
+    """Median microseconds of each variant, in rounds of all of them in random order."""
     timers = {name: GraphTimer(call, 10) if on_gpu else WallTimer(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in timers}
     names = list(timers)

@@ -17,6 +17,7 @@ class SeedViews(CustomGraphPass):
 
     Inductor lets one launch draw all seeds of a graph, ours and those of its own random ops, and looks each of them up.
     Its own kernels do so themselves, but for a call of ours that would be a launch more, which copies one number.
+    Seeds drawn apart from Inductor's would not do: the partitioner takes `inductor_seeds` of equal sizes for the same.
     """
 
     def __call__(self, graph: Graph) -> None:

@@ -175,7 +175,7 @@ def gemm_sample_kernel(
     # The barrier orders this program's updates before its one thread counts; the counter orders programs.
     tl.debug_barrier()
     done = tl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
-    if done + 1 == tl.num_programs(0):
+    if done + 1 == tl.num_programs(0):  # not their number less one: that would be reckoned at the start, and spilled
         if WORLD > 0:
             exchange_winners(best, out, B.to(tl.int64) * num_draws, block, channel, capacity, WORLD)
         else:

@@ -95,7 +95,7 @@ def _program():
 
 @gluon.jit
 def _tiles(B, V, shift, BLOCK: gl.constexpr):
-    """How many tiles one of ids has, a tile a block of rows, and how many there are."""
+    """How many blocks of rows there are, and how many tiles: a block of rows by a block of ids each."""
     num_b = gl.cdiv(B, BLOCK)
     return num_b, gl.cdiv(V + shift, BLOCK) * num_b
 
@@ -261,7 +261,7 @@ def pingpong_kernel(hidden, weight, seed, out, scratch_words, operands, strides,
     ], [8, 1, 2], [112, 32, 32])
     tl.debug_barrier()
     done = gl.atomic_add(scratch_words, 1, sem="acq_rel", scope="gpu")
-    if done + 1 == gl.num_programs(0):
+    if done + 1 == gl.num_programs(0):  # not their number less one: that would be reckoned at the start, and spilled
         _finish(best, out, B.to(gl.int64), WORDS, 1024)
         gl.store(scratch_words, 0)
     # Else what hands the counter around would lie where the copy engine has written.

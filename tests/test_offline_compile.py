@@ -152,7 +152,7 @@ def describe(compiled):
     greedy: whether the kernel multiplies by 5, as the second program of CASES does."""
     found = {"shared": compiled.metadata.shared, "alone": reads_alone(compiled.asm["ttgir"])}
     found["turns"] = "warp_specialize" in compiled.asm["ttgir"]
-    found["reads_first"] = "ptx" not in compiled.asm or reads_first(compiled.asm["ptx"])
+    found["reads_first"] = reads_first(compiled.asm)
     found["greedy"] = "5.000000e+00" in compiled.asm["ttgir"]
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
@@ -179,12 +179,18 @@ def arrives_together(ptx):
     return set(before) == {"bar.sync"}
 
 
-def reads_first(ptx):
+def reads_first(asm):
     """Whether a barrier stands between the last reads of winners and the stores of zeros."""
-    steps = re.findall(r"ld.volatile.global|bar.sync|st.global", ptx)
-    behind = steps[len(steps) - steps[::-1].index("ld.volatile.global") :]
+    amd = "amdgcn" in asm
+    load, barrier, store = (
+        ("buffer_load_dwordx2", "s_barrier", "buffer_store_dwordx2")
+        if amd
+        else ("ld.volatile.global", "bar.sync", "st.global")
+    )
+    steps = re.findall("|".join(map(re.escape, (load, barrier, store))), asm["amdgcn" if amd else "ptx"])
+    behind = steps[len(steps) - steps[::-1].index(load) :]
     # Tokens, whose stores wait for all reads, then zeros.
-    return "st.global bar.sync st.global" in " ".join(behind)
+    return f"{store} {barrier} {store}" in " ".join(behind)
 
 
 def reads_alone(ttgir):
