@@ -115,11 +115,17 @@ def group_scores(logits, NG: tl.constexpr, G: tl.constexpr):
     """What `offer_draw` wants of logits [BB, NG * G]: p [BB, NG, G], top and mass [BB, NG]."""
     BB: tl.constexpr = logits.shape[0]
     x = logits.reshape(BB, NG, G)
-    top = group_top(x) * _LOG2_E
+    top = group_top(x)
     # Clamped to finite, so that -inf gives p = 0, +inf gives p = inf, and no inf - inf makes a NaN.
     top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
-    p = tl.exp2(x * _LOG2_E - top[:, :, None])
-    return p, top, laid_as(_group_mass(p, BB, NG, G), top)
+    # p is made by one multiply-add, which does not round the product, while `shift` is rounded: p of the top is not 1
+    # but 2 to that difference, for which `mass` makes up. From 2^30 on it would leave float32: groups that are masked
+    # by -1e10 would have infinite mass. There floats are 128 apart, and any scale serves; this one is exact.
+    far = tl.abs(top) > 1073741824.0
+    scale = tl.where(far, 1.0, _LOG2_E)
+    shift = top * scale
+    p = tl.exp2(x * scale[:, :, None] - shift[:, :, None])
+    return p, tl.where(far, top, shift * _LN_2), laid_as(_group_mass(p, BB, NG, G), top)
 
 
 @triton.jit
@@ -274,7 +280,7 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
                 SELECT: tl.constexpr, BB: tl.constexpr, NG: tl.constexpr, G: tl.constexpr):
     """One draw: perturb the groups' scores, and offer each row's best group with the winner inside it.
 
-    p [BB, NG, G] = exp2(logits * log2(e) - top), mass its sums; top and mass are [BB, NG].
+    p [BB, NG, G]: exp(logits - top), but for what float32 makes of it; mass: its sums. top and mass are [BB, NG].
     group_id [1, NG]: the groups' aligned first ids. best_key [BB]: from `best_key_of`.
     SELECT: only a row's best group needs a winner. Pick it before the tournament, which pays where the groups of a row
     are in one thread, as Hopper's matrix unit leaves them; elsewhere whole tiles would change hands.
@@ -284,7 +290,7 @@ def offer_draw(p, top, mass, group_id, rows, row_mask, slots, best, best_key, se
     rows = laid_as(rows[:, None], top)
     draw = tl.zeros_like(rows) + draw  # a tensor, also for the interpreter, where loops count in Python
     noise = gumbel(group_words(seed, first_id, rows, draw)[7])
-    key = _order_key(top * _LN_2 + tl.log(mass) + noise)
+    key = _order_key(top + tl.log(mass) + noise)
     row_key = tl.max(key, 1)
     wins = (row_key >= laid_as(best_key, row_key)) & laid_as(row_mask, row_key)
     if _any(wins):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fs_inductor.kernels import reference, rng
+from fs_inductor.kernels import gemm_sample, reference, rng
 from fs_inductor.kernels.epilogue import Program
 
 # A score is a sum of three f32 values each good to a few ulp; a merge compares products of f32 sums of 127 terms.
@@ -19,6 +19,29 @@ def exact_inputs(batch, vocab, depth, dtype, device="cpu", seed=0, scale=1.0):
     hidden = torch.randint(-2, 3, (batch, depth), generator=generator) / 4
     weight = torch.randint(-steps, steps + 1, (vocab, depth), generator=generator) / 4
     return hidden.to(device, dtype), weight.to(device, dtype)
+
+
+def check_numbers_that_mask(hidden, weight, seed, config=None):
+    """Assert that masking by any large number is masking by infinity, where whole groups are masked and where parts."""
+    ids = torch.arange(weight.shape[0], device=weight.device)
+    mask = (ids // rng.GROUP % 3 != 1) | (ids % 5 == 0)
+    wanted = gemm_sample.sample(hidden, weight, seed, [mask], "x0 = where(a0, -inf, acc)", 1, 0, config)
+    assert not mask[wanted].any()
+    lowest = [torch.finfo(dtype).min for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    for number in (-1e4, -1e8, -1e9, -3e9, -1e10, -1e11, -1e12, -1e15, -1e20, -1e30, -1e32, -1e35, -1e38, *lowest):
+        bias, number = torch.where(mask, number, 0.0), torch.tensor(number, device=mask.device)
+        for operands, program in (([mask, number], "x0 = where(a0, a1, acc)"), ([bias], "x0 = add(acc, a0)")):
+            drawn = gemm_sample.sample(hidden, weight, seed, operands, program, 1, 0, config)
+            assert torch.equal(drawn, wanted), (program, number.item())
+
+
+def check_cold_draws(hidden, weight, seed, config=None):
+    """Assert that draws at temperatures near zero are the largest logit, up to where float32 ends."""
+    logits = hidden.float() @ weight.float().t()
+    for temperature in (1e-4, 1e-7, 1e-8, 1e-9, 1e-10, 1e-11, 1e-12, 1e-15, 1e-20, 1e-30, 1e-36):
+        operands = [torch.tensor(temperature, device=hidden.device)]
+        drawn = gemm_sample.sample(hidden, weight, seed, operands, "x0 = div(acc, a0)", 1, 0, config)
+        assert torch.equal(logits.gather(1, drawn), logits.amax(1, keepdim=True)), temperature
 
 
 def check_same_tokens(got, hidden, weight, seed, operands, program, num_samples=1, id_base=0, allow=0):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import check_same_tokens, exact_inputs
+from kernel_checks import check_cold_draws, check_numbers_that_mask, check_same_tokens, exact_inputs
 
 from fs_inductor.kernels import gemm_sample, reference, scratch
 from fs_inductor.kernels.epilogue_ops import OPS
@@ -202,6 +202,25 @@ def test_corner_logits(marks, want, id_base):
         assert torch.equal(drawn, reference.sample(*args[:2], SEED, *args[2:], 1, id_base))
         if want != 1:  # zeros are a draw like any other
             assert drawn[0].item() == drawn[2].item() == want + id_base
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -2.2e38, -1e9])
+def test_masks_by_finfo_min_are_above_masks_by_infinity(lowest):
+    logits = torch.full((40, 300), -INF)
+    logits[:, [50, 51, 200]] = lowest
+    hidden, weight = exact_inputs(40, 300, 16, torch.float32)
+    for tile in ("wide", "narrow"):
+        args = hidden * 0, weight, SEED, [logits], "x0 = add(acc, a0)", 1, 0
+        drawn = gemm_sample.sample(*args, TILES[tile])
+        assert set(drawn.unique().tolist()) == {50, 51}  # so low, what noise is added to a group's score is lost
+        assert torch.equal(drawn, reference.sample(*args))
+
+
+@pytest.mark.parametrize("tile", ["wide", "narrow"])
+def test_large_numbers(tile):
+    inputs = *exact_inputs(9, 1000, 16, torch.float32), SEED, TILES[tile]
+    check_numbers_that_mask(*inputs)
+    check_cold_draws(*inputs)
 
 
 def test_a_zero_temperature_row_does_not_touch_its_neighbours():

@@ -1,6 +1,6 @@
 """Groups of warps that only greet each other: what compute-sanitizer says of this kernel, it says of Triton.
 
-compute-sanitizer --tool racecheck --racecheck-report all python tests/gpu/handshake.py
+compute-sanitizer --tool racecheck --racecheck-report all --print-limit 100000 python tests/gpu/handshake.py
 """
 
 import torch

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import check_same_tokens, exact_inputs
+from kernel_checks import check_cold_draws, check_numbers_that_mask, check_same_tokens, exact_inputs
 
 from fs_inductor.kernels import gemm_sample, reference, scratch
 from fs_inductor.kernels.rng import GROUP
@@ -123,6 +123,14 @@ def test_tokens_do_not_depend_on_programs_that_start_late():
         check_same_tokens(gemm_sample.sample(*args, config), *args, allow=1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [7, 32, 64, 100, 300])
+def test_large_numbers(batch, dtype):
+    inputs = *exact_inputs(batch, 2500, 136, dtype, "cuda"), seed_tensor()
+    check_numbers_that_mask(*inputs)
+    check_cold_draws(*inputs)
+
+
 def test_many_rows_and_corners():
     hidden, weight = exact_inputs(5000, 700, 64, torch.bfloat16, "cuda")
     bias = torch.zeros(5000, 700, device="cuda")
@@ -131,11 +139,13 @@ def test_many_rows_and_corners():
     bias[2, [7, 8]] = torch.inf
     bias[4999] = -torch.inf
     bias[4999, 699] = -1e30
+    bias[4998] = -torch.inf
+    bias[4998, 650] = torch.finfo(torch.float32).min
     got = gemm_sample.sample(hidden, weight, seed_tensor(), [bias], "x0 = add(acc, a0)", 2)
-    assert got[[0, 1, 2, 4999]].tolist() == [[0, 0], [5, 5], [7, 7], [699, 699]]
+    assert got[[0, 1, 2, 4998, 4999]].tolist() == [[0, 0], [5, 5], [7, 7], [650, 650], [699, 699]]
     greedy = gemm_sample.argmax(hidden, weight, [bias], "x0 = add(acc, a0)")
     assert greedy[[0, 1, 2, 4999]].tolist() == [0, 5, 7, 699]
-    rest = slice(3, 4999)
+    rest = slice(3, 4998)
     args = hidden[rest], weight, seed_tensor(), [bias[rest]], "x0 = add(acc, a0)"
     check_same_tokens(gemm_sample.sample(*args), *args, allow=1)
 

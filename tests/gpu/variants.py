@@ -4,9 +4,10 @@ compute-sanitizer --tool memcheck python tests/gpu/variants.py [I N]      (also 
 
 With I and N, every N-th variant from the I-th on, so that several processes can share the compiling.
 
-In kernels of several groups of warps (TURNS), racecheck takes Triton's own handshake between them for a race: a few
-bytes behind the kernel's own, which say what each warp is to run, written before a barrier of all warps and read after
-it. `handshake.py` shows the same without any of our code. Another place than that would be a finding.
+In kernels of several groups of warps (TURNS), racecheck takes Triton's own handshake between them for a race: the last
+twelve bytes of a kernel's shared memory, which say what each warp is to run, written before a barrier of all warps and
+read after it. `handshake.py` shows the same without any of our code. Another place than that would be a finding: with
+`--racecheck-report all --print-limit 100000` each hazard is told by its address.
 """
 
 import sys
