@@ -16,7 +16,7 @@ from . import ops, tp_ops  # noqa: F401 - compiled code, cached code too, calls 
 from .gain import may_guard
 from .graph_pass import FlashSamplingPass, PassSequence
 from .options import Options
-from .report import Report
+from .report import NO_PASSES, Report
 from .seeds import SeedViews
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def flashsampling(
     (see `Options`).
 
     Raises:
-        ValueError, TypeError: an unknown option of ours, or a bad value.
+        ValueError, TypeError: an unknown option of ours, or a bad value; ``strict`` where Inductor runs no passes.
         NotFusedError: under ``flashsampling.strict``, a sink was not fused.
     """
     return compile_graph(gm, example_inputs, mode, options, None)
@@ -56,7 +56,14 @@ def compile_graph(
     """The backend, with an optional report that collects the records of several graphs."""
     ours, rest = Options.split(options)
     inductor = torch._TorchCompileInductorWrapper(mode, rest, None)
-    if ours.enabled:
+    if ours.enabled and not inductor.config.get("use_joint_graph_passes", inductor_config.use_joint_graph_passes):
+        if ours.strict:
+            raise ValueError(f"flashsampling.strict is set, but {NO_PASSES}")
+        if report is None:
+            log.warning("%s", NO_PASSES)
+        else:
+            report.no_passes = True
+    elif ours.enabled:
         _reserve_scratch(example_inputs)
         fuse = FlashSamplingPass(ours, report, may_guard(example_inputs))
         for name, each in (("joint_custom_pre_pass", fuse), ("joint_custom_post_pass", SeedViews())):

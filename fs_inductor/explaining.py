@@ -25,14 +25,16 @@ def explain(
 
     options: as for ``torch.compile(backend="flashsampling", options=...)``; ``dynamic``: as for ``torch.compile``.
     Compile caches are left aside, so the report is complete; ``flashsampling.strict`` and ``enabled`` are ignored,
-    since the report says more. ``fn`` may be compiled already: what it was made from is explained, with its own options
-    where none are passed.
+    since the report says more. ``fn`` may be compiled already: what it was made from is explained, with its own mode
+    and options where none are passed.
 
     >>> print(fs_inductor.explain(decode_step)(input_ids, cache))
     """
     if not callable(fn):
         raise TypeError(f"explain takes the function or module that torch.compile would, not {type(fn).__name__}")
-    options = _options_of(fn) if options is None else options
+    mode = None
+    if options is None:
+        mode, options = _compiled_with(fn)
     Options.split(options)  # a bad option is an error here, not at the call
     relaxed = {**(options or {}), "flashsampling.strict": False, "flashsampling.enabled": True}
     original = _uncompiled(fn)
@@ -41,18 +43,18 @@ def explain(
         report = Report()
         located: list[str] = []
 
-        def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+        def flashsampling(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:  # torch's errors name it
             reason = getattr(gm, "compile_subgraph_reason", None)
             if reason is not None and reason.graph_break:
                 located.append(reason.reason)
                 report.graph_breaks.append(_sentence(reason.reason, reason.user_stack))
-            return compile_graph(gm, example_inputs, None, relaxed, report)
+            return compile_graph(gm, example_inputs, mode, relaxed, report)
 
         before = dict(counters["graph_break"])
         torch._dynamo.reset()
         with inductor_config.patch(force_disable_caches=True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # that is what was asked for
-            torch.compile(original, backend=backend, dynamic=dynamic)(*args, **kwargs)
+            torch.compile(original, backend=flashsampling, dynamic=dynamic)(*args, **kwargs)
         # A break before the first tensor op leaves no graph to carry its place.
         new = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
         report.graph_breaks += [_sentence(reason, ()) for reason in new if reason not in located]
@@ -76,8 +78,8 @@ def _uncompiled(fn: Callable) -> Callable:
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
-def _options_of(fn: Callable) -> Mapping[str, Any] | None:
-    """The options that ``fn`` was compiled with for our backend; None if it was not, or torch does not tell."""
+def _compiled_with(fn: Callable) -> tuple[str | None, Mapping[str, Any] | None]:
+    """The mode and the options that ``fn`` was compiled with for our backend, None for what torch does not tell."""
     if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
         fn = fn._compiled_call_impl or fn.forward
     fn = getattr(fn, "__func__", fn)
@@ -87,7 +89,9 @@ def _options_of(fn: Callable) -> Mapping[str, Any] | None:
     while callback is not None and getattr(callback, "compiler_name", None) is None:
         # Dynamo's own wrappers of the backend; newer versions of torch call it by the first name.
         callback = getattr(callback, "_torchdynamo_orig_backend", getattr(callback, "_torchdynamo_orig_callable", None))
-    return callback.kwargs.get("options") if getattr(callback, "compiler_name", None) == "flashsampling" else None
+    if getattr(callback, "compiler_name", None) != "flashsampling":
+        return None, None
+    return callback.kwargs.get("mode"), callback.kwargs.get("options")
 
 
 def _sentence(reason: str, stack: Sequence[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def linear_sample(
         weight: ``[V, D]``, same dtype and device, any strides.
         bias: ``[V]`` (the linear's own) or broadcastable to ``[..., V]`` (added to the logits).
         temperature: a number > 0, or a tensor: 0-d, or one temperature a row, ``[...]`` or ``[..., 1]``. The values of
-            a CPU tensor are checked; those of a GPU tensor are not, since that would wait for the GPU: a row whose
-            temperature is not positive gets some token in ``[0, V)``.
+            a CPU tensor are checked, save in compiled code; those of a GPU tensor are not, since that would wait for
+            the GPU: a row whose temperature is not positive gets some token in ``[0, V)``.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         mask: bool, broadcastable to ``[..., V]``; True entries are never drawn.
         seed: int64, 0-d, or ``[...]`` for a seed a row. The same seed gives the same tokens; with a seed a row, a row's
@@ -136,7 +137,7 @@ class _Processing:
             if temperature.dtype is torch.bool or temperature.is_complex():
                 raise TypeError(f"temperature must be a real tensor, not {temperature.dtype}")
             _check_strided("temperature", temperature)
-            if temperature.device.type == "cpu":
+            if temperature.device.type == "cpu" and not torch.compiler.is_compiling():  # to look would break the graph
                 good = (temperature > 0) & temperature.isfinite()
                 if not bool(good.all()):
                     raise _bad_temperature(temperature[~good].flatten()[0].item())
@@ -190,7 +191,7 @@ COLDEST = 1e-30
 
 def _finite_number(name: str, number: float, kind: str) -> float | None:
     """``number`` as a float, or None unless it is positive and finite in float32."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"{name} must be {kind}, not {number!r}")
     return float(number) if 0 < number <= torch.finfo(torch.float32).max else None
 
@@ -200,7 +201,7 @@ def _bad_temperature(value: float) -> ValueError:
 
 
 def _check_strided(name: str, x: Tensor) -> None:
-    if x.layout is not torch.strided or x.is_meta:
+    if x.layout is not torch.strided or x.is_nested or x.is_meta:
         raise TypeError(f"{name} must be a dense tensor with data, not {x.layout} on {x.device}")
 
 

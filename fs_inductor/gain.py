@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,19 +51,26 @@ def measured(device_type: str, dtype: torch.dtype) -> Rule:
     return RULES["cuda, float32" if exact else "cuda"]
 
 
-def check_vocab(vocab: Any, rule: Rule, sink: Node) -> None:
+def check_vocab(sizes: Sequence[Any], dim: int, rule: Rule, sink: Node) -> None:
     """Raise a Miss for a vocabulary below the rule's smallest.
 
-    vocab: an int or a SymInt. A dynamic one is judged by its bounds, else by its value in the call that is compiled.
+    sizes: of what the sink samples along ``dim``, ints or SymInts. A dynamic one is judged by its bounds, else by its
+    value in the call that is compiled.
     """
-    if _exceeds(rule.min_vocab, vocab, by_hint=True):
-        raise Miss(
-            "SMALL_VOCAB",
-            f"the vocabulary has {_value(vocab)} entries, fewer than {rule.min_vocab}: a fused kernel would not pay",
-            f"set options={{'flashsampling.min_vocab': {_value(vocab)}}} to fuse it all the same "
-            f"(with mode=, FLASHSAMPLING_MIN_VOCAB={_value(vocab)})",
-            sink,
-        )
+    if not _exceeds(rule.min_vocab, sizes[dim], by_hint=True):
+        return
+    vocab = _value(sizes[dim])
+    what, hint = "vocabulary", ""
+    if dim != len(sizes) - 1:
+        what = f"sampled dimension, {dim}, taken for the vocabulary,"
+        hint = f"sample along dim=-1, whose {_value(sizes[-1])} entries the linear computes, if those are meant; or "
+    raise Miss(
+        "SMALL_VOCAB",
+        f"the {what} has {vocab} entries, fewer than {rule.min_vocab}: a fused kernel would not pay",
+        f"{hint}set options={{'flashsampling.min_vocab': {vocab}}} to fuse it all the same "
+        f"(with mode=, FLASHSAMPLING_MIN_VOCAB={vocab})",
+        sink,
+    )
 
 
 def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node, guards: bool) -> None:
@@ -92,7 +99,7 @@ def check_batch(traffic: Traffic, rule: Rule, sharded: bool, sink: Node, guards:
         why = "a plain float32 product and a sampler are faster on a GPU"
         hint = "allow TF32 (torch.set_float32_matmul_precision('high')), keep the head in bf16, or "
     else:
-        why = f"{_value(rows)} rows are sampled, more than {rule.max_batch}: a plain product and a sampler are faster"
+        why = f"{_value(rows)} rows are sampled, more than flashsampling.max_batch, {rule.max_batch}"
         hint = ""
     override = (
         f"set options={{'flashsampling.max_batch': {_value(rows)}}} to fuse it all the same "

@@ -185,15 +185,15 @@ def check(site: Site, options: Options) -> None:
             "set options={'flashsampling.tp': True}, the default, on all ranks",
             site.sink,
         )
-    vocab = shape(site.sink.args[0])[site.sink_dim]
-    if site.gather is not None and not isinstance(vocab, int):
+    sizes = shape(site.sink.args[0])
+    if site.gather is not None and not isinstance(sizes[site.sink_dim], int):
         raise Miss(
             "TP_LAYOUT",
             "the size of the sharded vocabulary is not known at compile time",
             "let only the batch be dynamic",
             site.sink,
         )
-    gain.check_vocab(vocab, options.rule(device), site.sink)
+    gain.check_vocab(sizes, site.sink_dim, options.rule(device), site.sink)
 
 
 def _no_gain(group: Group, options: Options, guards: bool) -> Miss | None:

@@ -117,6 +117,8 @@ def check_matrices(hidden: Tensor, weight: Tensor) -> None:
     for name, x in (("hidden", hidden), ("weight", weight)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(f"{name} is a nested tensor; it must be dense: pass its values(), one row a token")
         if x.dtype not in FLOATS:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be bfloat16, float16 or float32")
     if hidden.dim() < 1:

@@ -75,13 +75,19 @@ class Called:
         return f"called  {self.op}\n        at {self.location}"
 
 
+NO_PASSES = (
+    "nothing can be fused: Inductor's option use_joint_graph_passes is False, as mode='lite' makes it. "
+    "Set options={'use_joint_graph_passes': True}, or choose another mode"
+)
+
+
 @dataclass
 class Report:
     """All sinks of one compilation, in graph order, and the graph breaks met on the way.
 
     fused, missed: one record per sink. called: our ops, where the code calls them by hand. graph_breaks: a sentence
     each; code after a break is compiled separately, and code at a break is not compiled at all. graphs: how many graphs
-    were compiled.
+    the pass saw. no_passes: some were compiled without it, since Inductor was told to run no passes.
     """
 
     fused: list[Fused] = field(default_factory=list)
@@ -89,6 +95,7 @@ class Report:
     called: list[Called] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     graphs: int = 0
+    no_passes: bool = False
 
     def __str__(self) -> str:
         head = f"flashsampling: {len(self.fused)} fused, {len(self.missed)} missed"
@@ -101,7 +108,9 @@ class Report:
                 "        what stands before and after a graph break is compiled apart: an LM head and its sampling "
                 "on different sides are not fused"
             )
-        if not self.fused and not self.missed and not self.called:
+        if self.no_passes:
+            lines.append(NO_PASSES)
+        elif not self.fused and not self.missed and not self.called:
             lines.append(self._nothing_found())
         return "\n".join(lines)
 

@@ -115,6 +115,27 @@ def test_modes(mode, monkeypatch):
     assert seen[0] == expected
 
 
+@pytest.mark.parametrize("how", ["option", "mode"])
+def test_where_inductor_runs_no_passes_that_is_said(how, caplog, monkeypatch):
+    if how == "mode" and "lite" not in torch._inductor.list_mode_options():
+        pytest.skip("this torch has no mode of that name")
+    monkeypatch.setenv("FLASHSAMPLING_MIN_VOCAB", "0")
+    chosen = {"mode": "lite"} if how == "mode" else {"options": {"use_joint_graph_passes": False}}
+    step = torch.compile(greedy, backend="flashsampling", **chosen)
+    tokens, code = generated(step, h, W)
+    assert torch.equal(tokens, greedy(h, W))
+    assert calls_in(code) == 0
+    assert "use_joint_graph_passes is False" in caplog.text
+    caplog.clear()
+    report = fs_inductor.explain(step)(h, W)
+    assert "use_joint_graph_passes is False" in str(report) and report.no_passes
+    assert "use_joint_graph_passes" not in caplog.text  # said once
+    monkeypatch.setenv("FLASHSAMPLING_STRICT", "1")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="strict is set, but nothing can be fused"):
+        step(h, W)
+
+
 def test_inductors_options_are_kept(monkeypatch):
     seen = []
 

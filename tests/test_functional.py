@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 import pytest
 import torch
@@ -95,6 +96,21 @@ def test_temperature_belongs_to_its_row():
         assert 100 < len(row.unique()) < 153
 
 
+def test_real_numbers_of_other_types():
+    numbers = {"temperature": Fraction(1, 2), "softcap": Fraction(2)}  # as numpy's are
+    tokens = linear_sample(h, W, **numbers, seed=SEED, num_samples=50)
+    assert torch.equal(tokens, linear_sample(h, W, temperature=0.5, softcap=2.0, seed=SEED, num_samples=50))
+
+
+@pytest.mark.parametrize("temperature", [torch.tensor(0.5), torch.full((BATCH, 1), 0.5)], ids=["0-d", "a row"])
+def test_temperature_on_the_cpu_does_not_break_a_graph(temperature):
+    def step(temperature):
+        return linear_sample(h, W, temperature=temperature, seed=SEED, num_samples=50)
+
+    tokens = torch.compile(step, backend="flashsampling", fullgraph=True)(temperature)
+    assert torch.equal(tokens, step(temperature))
+
+
 def test_temperature_scales_the_logits():
     n = 4_000
     hidden, weight = rigged([0.0, 1.0], n)
@@ -184,6 +200,7 @@ def test_nan_and_infinities():
         ([-INF, 3.0, -INF], 1),
         ([0.0, INF, 2.0, INF], 1),
         ([-1e38, -INF, -INF], 0),
+        ([-INF, torch.finfo(torch.float32).min, -INF], 1),
     ):
         hidden, weight = rigged(values, 3)
         assert linear_argmax(hidden, weight).tolist() == [expected] * 3, values
@@ -275,6 +292,7 @@ ERRORS = [
     (TypeError, "hidden has dtype torch.float64", {"hidden": h.double()}),
     (TypeError, "weight has dtype torch.int8", {"weight": W.to(torch.int8)}),
     (TypeError, "hidden is torch.bfloat16, but weight is torch.float32", {"hidden": h.bfloat16()}),
+    (TypeError, "hidden is a nested tensor", {"hidden": torch.nested.nested_tensor([h, h], layout=torch.jagged)}),
     (ValueError, "hidden is 0-d", {"hidden": torch.tensor(1.0)}),
     (ValueError, "weight has shape (16,)", {"weight": W[0]}),
     (ValueError, "weight has shape (1, 200, 16)", {"weight": W[None]}),

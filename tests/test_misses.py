@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import fs_inductor
 from fs_inductor import graph_pass
 from fs_inductor.options import Options
 from fs_inductor.recognise.miss import CODES
@@ -142,6 +143,30 @@ def test_small_vocabulary():
     assert_fused(run_pass(draw, [h, W], options=Options(min_vocab=VOCAB)), 1)
     rewritten = run_pass(draw, [h, W], options=Options(min_vocab=VOCAB + 1))
     check_records(rewritten.report, ["SMALL_VOCAB"], "161", draw)
+
+
+def test_few_rows_taken_for_a_vocabulary():
+    def down(h, W):
+        return F.linear(h, W).argmax(0)
+
+    rewritten = run_pass(down, [h, W], options=Options(min_vocab=VOCAB))
+    check_records(
+        rewritten.report, ["SMALL_VOCAB"], f"sampled dimension, 0, taken for the vocabulary, has {BATCH}", down
+    )
+    assert f"dim=-1, whose {VOCAB} entries" in rewritten.report.missed[0].hint
+
+
+@pytest.mark.parametrize("also", [True, False], ids=["returned too", "kept only"])
+def test_what_autograd_keeps_is_named_where_nothing_else_escapes(also):
+    def step(h, W):
+        logits = F.linear(h, W).log_softmax(-1)
+        token = logits.exp().multinomial(1)
+        return token, logits if also else logits.gather(-1, token)
+
+    report = fs_inductor.explain(step, options={"flashsampling.min_vocab": 0})(h.clone().requires_grad_(), W)
+    (missed,) = report.missed
+    assert missed.code == "PROBS_ESCAPE"
+    assert missed.reason == f"the logits are also {'returned' if also else 'kept for the backward pass'}"
 
 
 def test_fallback_random_keeps_eagers_numbers_and_fuses_argmax():

@@ -162,7 +162,7 @@ def test_largest_batch(rule, dynamic):
     rule(max_batch=BATCH - 1)
     miss = the_miss(draw, h, W, options=Options(), dynamic=dynamic)
     assert miss.code == "NO_GAIN"
-    assert "4 rows are sampled, more than 3" in miss.reason
+    assert "4 rows are sampled, more than flashsampling.max_batch, 3" in miss.reason
     assert "'flashsampling.max_batch': 4" in miss.hint
     assert_fused(run_pass(draw, [h, W], options=Options(max_batch=BATCH), dynamic=dynamic, execute=False), 1)
 

@@ -46,9 +46,9 @@ def escape_miss(
     wide, mixed = _spread(linears, vocab)
     needs = [_need(user, node, wide, mixed, covered, sinks) for node, user in edges]
     for code in ("PROBS_ESCAPE", "LOGITS_ESCAPE", "LOGPROBS"):
-        for (node, user), (need, sink) in zip(edges, needs, strict=True):
-            if need == code:
-                return _miss(code, node, user, sink)
+        found = [(*edge, sink) for edge, (need, sink) in zip(edges, needs, strict=True) if need == code]
+        if found:  # what autograd keeps is named only where there is nothing that the user wrote
+            return _miss(code, *min(found, key=lambda each: _only_for_backward(each[1])))
     return None
 
 
@@ -113,9 +113,13 @@ def _miss(code: str, node: Node, user: Node, sink: Node | None) -> Miss:
     returned = user.op == "output" or (is_identity(user) and all(u.op == "output" for u in user.users))
     if returned:
         where = "returned" if user.op == "output" else "returned, or saved for the backward pass"
+    for_backward = not returned and _only_for_backward(user)
+    if for_backward:
+        where = "kept for the backward pass"
     reason = f"the {what} are also {where}"
     if code == "PROBS_ESCAPE":
-        reason += "" if returned else ", and what comes of them over the whole vocabulary is returned"
+        if not returned and not for_backward:
+            reason += ", and what comes of them over the whole vocabulary is returned"
         hint = "return only the tokens under torch.no_grad(), or compute the other result in a separate call"
     elif code == "LOGPROBS":
         reason += ", for numbers per row such as a token's log-probability or an entropy"
@@ -129,6 +133,24 @@ def _miss(code: str, node: Node, user: Node, sink: Node | None) -> Miss:
     else:
         hint = "use only the tokens here, or compute the other result in a separate call"
     return Miss(code, reason, hint, node)
+
+
+def _only_for_backward(node: Node) -> bool:
+    """Whether all that comes of a node of a joint graph is gradients: it meets a tangent on every way to the output."""
+    behind: set[Node] = set()
+    for each in node.graph.nodes:
+        tangent = each.op == "placeholder" and str(each.target).startswith("tangents")
+        if tangent or behind.intersection(each.all_input_nodes):
+            behind.add(each)
+    stack, seen = [node], set()
+    while stack:
+        at = stack.pop()
+        if at.op == "output":
+            return False
+        if at not in seen and at not in behind:
+            seen.add(at)
+            stack.extend(at.users)
+    return True
 
 
 def _is_probability(node: Node) -> bool:
