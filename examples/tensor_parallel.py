@@ -20,7 +20,6 @@ import decode
 import tiny_lm
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -102,8 +101,7 @@ def ranks_agree(tokens: torch.Tensor) -> bool:
 @torch.no_grad()
 def main(argv: list[str] | None = None, recipe: tiny_lm.Recipe = tiny_lm.DEFAULT) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    decode.quiet_transformers()
     device = start_ranks(args.device, args.share_gpu)
     world = dist.get_world_size()
     say = print if dist.get_rank() == 0 else lambda *text: None
