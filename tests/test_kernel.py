@@ -216,9 +216,8 @@ def test_masks_by_finfo_min_are_above_masks_by_infinity(lowest):
         assert torch.equal(drawn, reference.sample(*args))
 
 
-@pytest.mark.parametrize("tile", ["wide", "narrow"])
-def test_large_numbers(tile):
-    inputs = *exact_inputs(9, 1000, 16, torch.float32), SEED, TILES[tile]
+def test_large_numbers():
+    inputs = *exact_inputs(9, 1000, 16, torch.float32), SEED, WIDE
     check_numbers_that_mask(*inputs)
     check_cold_draws(*inputs)
 
