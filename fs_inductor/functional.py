@@ -201,7 +201,7 @@ def _bad_temperature(value: float) -> ValueError:
 
 
 def _check_strided(name: str, x: Tensor) -> None:
-    if x.layout is not torch.strided or x.is_nested or x.is_meta:
+    if x.layout is not torch.strided or x.is_meta:
         raise TypeError(f"{name} must be a dense tensor with data, not {x.layout} on {x.device}")
 
 

@@ -1,7 +1,5 @@
 """The elementary functions of the epilogue in Triton, accurate to a few ulp of f32, NaN in NaN out.
 
-(A pow loses more where its exponent is a hundred or so: compilers contract what libdevice means to round.)
-
 Triton's own spellings are not all usable: `tl.exp` loses a bit for every doubling of |x|, `/` is an
 approximation that is zero for divisors above 2**126, `tl.minimum` drops NaN, and tanh, log1p and
 pow exist only in libdevice, which the interpreter does not have. Where a formula serves both, it
@@ -18,6 +16,7 @@ from triton.language import target_info
 from triton.language.extra import libdevice
 
 __all__ = [
+    "bounded_tanh",
     "exp",
     "four_bytes",
     "log1p",
@@ -55,7 +54,6 @@ def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
     # x P(x^2) / Q(x^2), a minimax fit of relative error 2^-25.5.
     LIMIT: tl.constexpr = 9.02 / IN  # where the tanh of an f32 rounds to one
     S: tl.constexpr = IN * IN
-    SIZE: tl.constexpr = OUT if OUT > 0 else -OUT
     x = _clamp(x, LIMIT)
     z = x * x
     p = 2.1643002057203375e-08 * OUT * IN * S * S * S * S * z + 3.3447795431129634e-05 * OUT * IN * S * S * S
@@ -66,8 +64,13 @@ def tanh(x, IN: tl.constexpr = 1.0, OUT: tl.constexpr = 1.0):
     q = q * z + 0.04204041138291359 * S * S
     q = q * z + 0.7590866088867188 * S
     q = q * z + 1.625
-    # From 7.9 on rounding can pass one, and log(1 - t) of that would be NaN.
-    return _clamp(_quotient(x * p, q), SIZE)
+    return _quotient(x * p, q)
+
+
+@triton.jit
+def bounded_tanh(x, IN: tl.constexpr, OUT: tl.constexpr):
+    """`tanh`, but nowhere beyond OUT > 0: the fit passes it by an ulp or three from 7.9 on, where log(1 - t) is NaN."""
+    return _clamp(tanh(x, IN, OUT), OUT)
 
 
 @triton.jit

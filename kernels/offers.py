@@ -120,7 +120,7 @@ def group_scores(logits, NG: tl.constexpr, G: tl.constexpr):
     top = tl.where(top == top, tl.minimum(tl.maximum(top, -_FLOAT_MAX), _FLOAT_MAX), 0.0)
     # p is made by one multiply-add, which does not round the product, while `shift` is rounded: p of the top is not 1
     # but 2 to that difference, for which `mass` makes up. From 2^30 on it would leave float32: groups that are masked
-    # by -1e10 would have infinite mass. There floats are 128 apart, and any scale serves; this one is exact.
+    # by -1e10 would have infinite mass. There floats are 128 apart or more, and any scale serves; this one is exact.
     far = tl.abs(top) > 1073741824.0
     scale = tl.where(far, 1.0, _LOG2_E)
     shift = top * scale

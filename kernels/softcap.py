@@ -23,7 +23,8 @@ class Softcap(NamedTuple):
     inside: float
     outside: float
     function: str
-    """Of `math_triton`: `softcap`, whose error is in proportion to the cap, or `tanh`, in proportion to the result."""
+    """Of `math_triton`: `softcap`, whose error is in proportion to the cap, or `tanh`, in proportion to the result, or
+    `bounded_tanh`, for readers that may have no value beyond the cap."""
 
     def spell(self, x: Term) -> str:
         return f"{self.function}({x.text}, {self.inside!r}, {self.outside!r})"
@@ -41,7 +42,7 @@ def find_softcaps(program: Program, kinds: Sequence[Kind], greedy: bool) -> dict
     for n, one in enumerate(program.instructions):
         for arg in one.args:
             readers.setdefault(str(arg), []).append(n)
-    coarse = [not greedy and fits for fits in _read_coarsely(program, kinds)]
+    coarse = _read_coarsely(program, kinds)
     found: dict[int, Softcap | None] = {}
     for n, one in enumerate(program.instructions):
         x = one.args[0]
@@ -55,8 +56,10 @@ def find_softcaps(program: Program, kinds: Sequence[Kind], greedy: bool) -> dict
         after = readers.get(f"x{n}", [])
         if len(after) == 1 and (factor := _factor(program.instructions[after[0]])):
             last, outside, found[n] = after[0], factor, None
-        fits = coarse[last] and last > n and outside <= _LARGEST_CAP
-        found[last] = Softcap(x, inside, outside, "softcap" if fits else "tanh")
+        function = "tanh" if coarse[last] else "bounded_tanh"
+        if coarse[last] and not greedy and last > n and outside <= _LARGEST_CAP:
+            function = "softcap"
+        found[last] = Softcap(x, inside, outside, function)
     return found
 
 

@@ -217,6 +217,7 @@ def test_masks_by_finfo_min_are_above_masks_by_infinity(lowest):
 
 
 def test_large_numbers():
+    """Multiply-adds are not contracted here: what that does to large numbers, only the test on a GPU can see."""
     inputs = *exact_inputs(9, 1000, 16, torch.float32), SEED, WIDE
     check_numbers_that_mask(*inputs)
     check_cold_draws(*inputs)

@@ -46,7 +46,7 @@ CASES = [
     *((90, "bfloat16", 256, 2048, program, False, "WIDE") for program in (TEMPERED, MASKED)),
     *((arch, "bfloat16", batch, 2048, LATE, False) for arch in (90, 100) for batch in (64, 128)),
     *((90, "bfloat16", batch, 2048, LATE_MASKED, False) for batch in (16, 32, 64, 128)),
-    (90, "bfloat16", 256, 2048, UNROUNDED, False),
+    *((90, "bfloat16", 256, 2048, UNROUNDED, greedy) for greedy in (False, True)),
     *((90, "float16", 256, 2048, program.replace("bf16", "f16"), False) for program in (TEMPERED, MASKED)),
     (90, "bfloat16", 256, 2048, ROUND, True),
     (90, "bfloat16", 256, 2048, "", False),
